@@ -1,0 +1,102 @@
+"""Processes that tests drive from outside: real ones, that can be killed and stopped.
+
+`Peer` runs functions of the test module in a process of its own, one after the
+other, each with that process's `state` dict as its first argument.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weightsync.errors import WeightSyncError
+
+# A fork would copy the threads' locks of torch without the threads.
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class Peer:
+    """One process.
+
+    Args:
+        start_seconds: how long its interpreter and torch may take to load.
+    """
+
+    def __init__(self, start_seconds: float = 60.0) -> None:
+        self._pipe, theirs = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._start_seconds: float | None = start_seconds
+
+    def ready(self) -> Peer:
+        """Wait until it takes calls."""
+        if self._start_seconds is not None:
+            self.result(self._start_seconds)
+            self._start_seconds = None
+        return self
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(state, *args)` there; `result` has the answer."""
+        self._pipe.send((function, args))
+
+    def result(self, seconds: float = 20.0) -> Any:
+        """The next answer, or what the function raised."""
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"no answer from process {self.process.pid} within {seconds} s")
+        raised, value = self._pipe.recv()
+        if raised:
+            raise value
+        return value
+
+    def call(self, function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> Any:
+        self.start(function, *args)
+        return self.result(seconds)
+
+    @property
+    def answers(self) -> bool:
+        """Whether it still takes calls, as a process does that has not been harmed."""
+        return self.process.is_alive() and bool(self.call(_pid) == self.process.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def exit_code(self, seconds: float = 15.0) -> int | None:
+        """Let it end by itself, as a script does behind its last line; None when it has not ended in time."""
+        self._pipe.close()
+        self.process.join(seconds)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+
+def _pid(_: dict[str, Any]) -> int:
+    return os.getpid()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    state: dict[str, Any] = {"pipe": pipe}
+    pipe.send((False, None))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = (False, function(state, *args))
+        except WeightSyncError as exc:
+            answer = (True, exc)
+        except BaseException:
+            answer = (True, RuntimeError(traceback.format_exc()))
+        pipe.send(answer)

@@ -1,0 +1,1 @@
+"""One module per trainer, each of which imports only `weightsync.client`. None yet."""

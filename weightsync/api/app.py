@@ -1,0 +1,198 @@
+"""FastAPI routes. Health and metrics need no token and name nothing; the rest does.
+
+Every answer that is not 2xx is `{"error": {code, message, hint, …}}`, the form of
+`errors.WeightSyncError`. Bodies are JSON and bounded; nothing is unpickled.
+
+Not covered: TLS (a proxy's business).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+import weightsync
+from weightsync.api.health import readiness
+from weightsync.codec import decode, encode
+from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
+from weightsync.fleet.gate import has_token
+from weightsync.protocol import FleetStatus
+
+#: How long health may wait for the controller, seconds.
+_HEALTH_TIMEOUT_SECONDS = 2.0
+
+
+class Controller(Protocol):
+    """What the API asks of the fleet; `fleet.client.ControllerClient` is the real one."""
+
+    async def ask(self, method: str, *args: Any, timeout_seconds: float) -> Any:
+        """Call the controller's method; raises `WeightSyncError`."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CommitBody(_Body):
+    """Body of a commit."""
+
+    timeout_seconds: float = Field(default=300.0, gt=0, le=86_400, examples=[300.0])
+
+
+class AbortBody(_Body):
+    """Body of an abort."""
+
+    reason: str = Field(default="asked for", max_length=300, examples=["the training step was skipped"])
+
+
+def build(controller: Controller, token: Callable[[], str], min_ready: int, max_request_bytes: int, control_seconds: float) -> FastAPI:
+    """The application.
+
+    Args:
+        controller: the fleet.
+        token: returns the bearer token that is valid now.
+        min_ready: for `/readyz`.
+        max_request_bytes: largest body.
+        control_seconds: deadline of calls that should be quick.
+    """
+    app = FastAPI(title="weightsync", version=weightsync.__version__, description="In-place weight sync for vLLM fleets")
+    app.add_middleware(_Bounded, limit=max_request_bytes)
+    _handle_errors(app)
+    app.include_router(_health_routes(controller, min_ready))
+
+    def authorised(request: Request) -> None:
+        if not has_token({k: v for k, v in request.scope["headers"]}, token().encode()):
+            raise AuthError(
+                "missing or wrong bearer token",
+                hint="Send `Authorization: Bearer <token>`; `weightsync serve` prints where the token is kept",
+            )
+
+    guarded = APIRouter(prefix="/v1", dependencies=[Depends(authorised)])
+    _fleet_routes(guarded, controller, control_seconds)
+    _update_routes(guarded, controller, control_seconds)
+    app.include_router(guarded)
+    return app
+
+
+def _health_routes(controller: Controller, min_ready: int) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/livez", summary="This process answers")
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @router.get(
+        "/readyz", summary="Enough engines serve the committed version", responses={503: {"description": "not ready, with reason codes"}}
+    )
+    async def readyz() -> JSONResponse:
+        try:
+            status = decode(FleetStatus, await controller.ask("status", timeout_seconds=_HEALTH_TIMEOUT_SECONDS))
+        except WeightSyncError as exc:
+            return JSONResponse({"ready": False, "reasons": [f"controller_{exc.code}"], "engines": {}}, 503)
+        verdict = readiness(status, min_ready)
+        return JSONResponse(encode(verdict), 200 if verdict.ready else 503)
+
+    @router.get("/metrics", summary="Prometheus text", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        text = await controller.ask("metrics", timeout_seconds=_HEALTH_TIMEOUT_SECONDS)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.get("/status", summary="The fleet in one look")
+    async def status() -> dict[str, Any]:
+        return dict(await controller.ask("status", timeout_seconds=seconds))
+
+    @router.get("/engines", summary="Address, version and state of every engine")
+    async def engines() -> list[dict[str, Any]]:
+        return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
+
+
+def _update_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.get("/updates", summary="Updates, newest first")
+    async def updates() -> list[dict[str, Any]]:
+        return list(await controller.ask("updates", timeout_seconds=seconds))
+
+    @router.get("/updates/{update_id}", summary="One update")
+    async def update(update_id: str) -> dict[str, Any]:
+        return dict(await controller.ask("update", update_id, timeout_seconds=seconds))
+
+    @router.post("/updates", summary="Begin an update; the body is an UpdateRequest", status_code=201)
+    async def begin(request: Request) -> dict[str, Any]:
+        # Not a pydantic model: the controller decodes it once, by the same code as every other message.
+        try:
+            body = json.loads(await request.body())
+        except (ValueError, RecursionError) as exc:
+            raise Refused(f"the body is not JSON: {exc}", hint="Send an UpdateRequest") from None
+        return dict(await controller.ask("begin", body, timeout_seconds=4 * seconds))
+
+    @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts")
+    async def commit(update_id: str, body: Annotated[CommitBody, Depends(_commit_body)]) -> dict[str, Any]:
+        return dict(await controller.ask("commit", update_id, body.timeout_seconds, timeout_seconds=body.timeout_seconds + seconds))
+
+    @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied")
+    async def abort(update_id: str, body: AbortBody | None = None) -> dict[str, Any]:
+        return dict(await controller.ask("abort", update_id, (body or AbortBody()).reason, timeout_seconds=2 * seconds))
+
+
+def _commit_body(body: CommitBody | None = None) -> CommitBody:
+    return body or CommitBody()
+
+
+def _handle_errors(app: FastAPI) -> None:
+    def answer(error: WeightSyncError) -> JSONResponse:
+        return JSONResponse({"error": error.to_dict()}, error.http_status, headers={"retry-after": "1"} if error.retryable else None)
+
+    @app.exception_handler(WeightSyncError)
+    async def ours(_: Request, exc: WeightSyncError) -> JSONResponse:
+        return answer(exc)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, exc: RequestValidationError) -> JSONResponse:
+        text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:5])
+        return JSONResponse({"error": Refused(f"the request is not valid: {text}").to_dict()}, 422)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, exc: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": Refused(str(exc.detail)).to_dict()}, exc.status_code)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, exc: Exception) -> JSONResponse:
+        return answer(InternalError(f"{type(exc).__name__}: {exc}"))
+
+
+class _Bounded:
+    """ASGI middleware: a body over the limit is refused, announced or not."""
+
+    def __init__(self, app: Any, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        seen = 0
+        too_large = Refused(f"the request is larger than {self._limit} bytes", hint="Raise api.max_request_bytes if the manifest needs it")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._limit:
+            await JSONResponse({"error": too_large.to_dict()}, 413)(scope, receive, send)
+            return
+
+        async def bounded() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._limit:
+                raise too_large
+            return message
+
+        await self._app(scope, bounded, send)

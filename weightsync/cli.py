@@ -1,0 +1,180 @@
+"""The command line: `serve | demo | status | push | stop`.
+
+Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
+`--api.port`, …). Heavy imports happen in the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+import weightsync
+from weightsync import config
+from weightsync.errors import ConfigError, WeightSyncError
+
+if typing.TYPE_CHECKING:
+    from weightsync.client import WeightSync
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code: 0 done, 1 failed, 2 wrong use."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO if getattr(args, "verbose", False) else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return int(args.run(args))
+    except ConfigError as exc:
+        print(f"weightsync: {exc}", file=sys.stderr)
+        return 2
+    except WeightSyncError as exc:
+        print(f"weightsync: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weightsync", description="Weight sync from RL trainers to fleets of vLLM engines.")
+    parser.add_argument("--version", action="version", version=f"weightsync {weightsync.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start (or adopt) a fleet and serve its API")
+    serve.add_argument("--config", type=Path, help="TOML file with these keys")
+    serve.add_argument("--verbose", action="store_true", help="log what happens")
+    _add_settings(serve)
+    serve.set_defaults(run=_serve)
+
+    from weightsync.demo.run import add_arguments, run
+
+    demo = commands.add_parser("demo", help="the whole loop on this machine, without a GPU: GRPO on a toy task")
+    add_arguments(demo)
+    demo.set_defaults(run=run)
+
+    status = commands.add_parser("status", help="what each engine serves")
+    _add_client(status)
+    status.add_argument("--json", action="store_true", help="the status as JSON")
+    status.set_defaults(run=_status)
+
+    push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
+    push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
+    push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
+    push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
+    _add_client(push)
+    push.set_defaults(run=_push)
+
+    stop = commands.add_parser("stop", help="end a fleet that a killed `serve` left behind")
+    stop.add_argument("--fleet", default="default")
+    stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
+    stop.set_defaults(run=_stop)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    for name, field in config.Settings.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            group = parser.add_argument_group(name, section.__doc__)
+            for key, inner in section.model_fields.items():
+                group.add_argument(f"--{name}.{key}", default=argparse.SUPPRESS, metavar="VALUE", help=_help(inner))
+        else:
+            parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="VALUE", help=_help(field))
+
+
+def _help(field: Any) -> str:
+    default = "" if field.is_required() or field.default_factory or field.default is None else f" (default {field.default})"
+    return f"{field.description or ''}{default}".replace("%", "%%")
+
+
+def _add_client(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=f"http://127.0.0.1:{config.ApiSettings().port}", help="the service (default %(default)s)")
+    parser.add_argument("--token-file", type=Path, default=config.default_state_dir() / "default" / "token", help="default %(default)s")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from weightsync.api.server import serve
+
+    flags = {key: config.parse_value(value) for key, value in vars(args).items() if key not in ("run", "config", "verbose")}
+    return asyncio.run(serve(config.load(flags, args.config)))
+
+
+def _client(args: argparse.Namespace) -> WeightSync:
+    from weightsync.client import WeightSync
+
+    try:
+        token = args.token_file.read_text().strip()
+    except OSError as exc:
+        raise ConfigError(
+            f"--token-file: {args.token_file}: {exc.strerror}", hint="`weightsync serve` prints where it keeps the token"
+        ) from None
+    return WeightSync(args.url, token)
+
+
+def _status(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from weightsync.codec import encode
+
+    with _client(args) as client:
+        status = client.status()
+    if args.json:
+        print(json.dumps(encode(status)))
+        return 0
+    table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {status.ready} of {len(status.engines)} engines ready")
+    for column in ("engine", "state", "version", "update", "address", "workers", "vLLM", "reason"):
+        table.add_column(column)
+    for e in status.engines:
+        table.add_row(
+            *(
+                str(v) if v is not None else "-"
+                for v in (e.engine, e.state, e.version, e.update_id, e.url, e.workers, e.vllm_version, e.reason)
+            )
+        )
+    Console().print(table)
+    return 0
+
+
+def _push(args: argparse.Namespace) -> int:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+    from safetensors.torch import load_file
+
+    files = sorted(args.checkpoint.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"checkpoint: got {args.checkpoint}, want a folder with safetensors files")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    with _client(args) as client, Progress("sending", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task("send")
+        report = client.sync_weights(
+            tensors,
+            args.update_version,
+            timeout_seconds=args.timeout,
+            progress=lambda sent, total: bar.update(task, completed=sent, total=total),
+        )
+    size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
+    print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from weightsync.fleet.cluster import stop_left_fleet
+
+    found = stop_left_fleet(args.state_dir / args.fleet)
+    print("stopped" if found else "no fleet was left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

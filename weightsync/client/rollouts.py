@@ -1,0 +1,105 @@
+"""Rollouts: a completion from an engine that serves the committed version.
+
+Requests go straight to the engines' own addresses; the service is asked for
+them once and again when an engine refuses or is gone.
+
+Not covered: streaming, and text (token ids in, token ids out).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weightsync.client.http import Http
+from weightsync.errors import EngineDied, GenerationFailed, NoEngineReady, ServiceUnreachable, WeightSyncError
+from weightsync.protocol import EngineState, EngineStatus, Generation, VersionSpan
+
+
+class Rollouts:
+    """Spreads requests over the engines that serve.
+
+    Args:
+        http: carries the token.
+        engines: asks the service for the engines.
+    """
+
+    def __init__(self, http: Http, engines: Callable[[], tuple[EngineStatus, ...]]) -> None:
+        self._http, self._ask = http, engines
+        self._known: tuple[EngineStatus, ...] = ()
+        self._turn = itertools.count()
+        self._lock = threading.Lock()
+
+    def forget(self) -> None:
+        """Ask anew before the next request (an update has ended)."""
+        with self._lock:
+            self._known = ()
+
+    def generate(self, token_ids: Sequence[int], sampling: dict[str, Any], timeout_seconds: float, engine: int | None) -> Generation:
+        """One completion; tries each serving engine at most once.
+
+        Raises:
+            NoEngineReady: none serves, or the one asked for does not.
+            EngineDied: the engine asked for went away during the request.
+            GenerationFailed: an engine answered with an error of its own.
+        """
+        tried: set[int] = set()
+        while True:
+            chosen = self._choose(engine, tried)
+            tried.add(chosen.engine)
+            body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": chosen.model}
+            try:
+                answer = self._http.request("POST", f"{chosen.url}/inference/v1/generate", body, timeout_seconds)
+            except (ServiceUnreachable, NoEngineReady) as exc:
+                self.forget()
+                if engine is not None:
+                    kind = EngineDied if isinstance(exc, ServiceUnreachable) else NoEngineReady
+                    raise kind(exc.message, engine=chosen.engine, hint=exc.hint) from None
+                continue
+            except WeightSyncError as exc:
+                if type(exc) is WeightSyncError:  # vLLM's own form of error
+                    raise GenerationFailed(exc.message, engine=chosen.engine, hint="Check the prompt and the sampling parameters") from None
+                raise
+            return _generation(answer, chosen.engine)
+
+    def _choose(self, engine: int | None, tried: set[int]) -> EngineStatus:
+        with self._lock:
+            if not self._known:
+                self._known = self._ask()
+            # While an update is applied requests wait inside the engine, so one that is updating will do.
+            able = [
+                e
+                for e in self._known
+                if e.url and e.version is not None and e.state in (EngineState.SERVING, EngineState.UPDATING) and e.engine not in tried
+            ]
+            known = self._known
+        if engine is not None:
+            able = [e for e in able if e.engine == engine]
+        if not able:
+            self.forget()
+            states = ", ".join(f"{e.engine} {e.state}" for e in known) or "none"
+            raise NoEngineReady(
+                f"no engine serves{'' if engine is None else f' as engine {engine}'}: {states}",
+                hint="Sync weights first, or see `weightsync status`",
+            )
+        return able[next(self._turn) % len(able)]
+
+
+def _generation(answer: dict[str, Any], engine: int) -> Generation:
+    choice = answer["choices"][0]
+    tokens = tuple(choice["token_ids"] or ())
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    spans = choice.get("weight_versions") or []
+    return Generation(
+        token_ids=tokens,
+        logprobs=tuple(float(entry["logprob"]) for entry in entries),
+        versions=tuple(VersionSpan(_version(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
+        engine=engine,
+        finish_reason=str(choice.get("finish_reason")),
+    )
+
+
+def _version(label: str) -> int | None:
+    return int(label) if label.isdigit() else None

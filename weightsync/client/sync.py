@@ -1,0 +1,362 @@
+"""`WeightSync`: what a trainer calls.
+
+`sync_weights(x)` is `publish(x)` and then `commit()`. `publish` returns when the
+engines have admitted the update; a thread sends the bytes while the engines go
+on serving, and `Published.tensors_read()` says when the parameters may change.
+`commit` waits until every engine has staged them, and has them applied.
+
+Every call ends within its deadline. Whatever fails before the commit leaves
+engines serving the version they had.
+
+Not covered: several trainer ranks that send at once; let rank 0 gather and send.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from weightsync.client.http import Http
+from weightsync.client.rollouts import Rollouts
+from weightsync.client.sender import Progress, Sender
+from weightsync.client.source import Offer, Source, offer
+from weightsync.codec import decode, encode
+from weightsync.errors import Aborted, ConfigError, DeadlineExceeded, InternalError, Refused, TransportFailed, UpdateFailed, WeightSyncError
+from weightsync.protocol import Admission, EngineStatus, FleetStatus, Generation, SyncReport, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.transport.communicator import Communicator
+from weightsync.transport.packing import BucketPlan, plan_buckets
+
+_CONTROL_SECONDS = 30.0
+_CONNECT_SECONDS = 30.0
+_WATCH_SECONDS = 0.5
+
+
+class Published:
+    """An update that has been admitted and is being sent.
+
+    Attributes:
+        admission: what the service answered.
+    """
+
+    def __init__(self, admission: Admission, request: UpdateRequest, began: float) -> None:
+        self.admission = admission
+        self._request = request
+        self._began = began
+        self._deadline = began + request.timeout_seconds
+        self._read = threading.Event()
+        self._done = threading.Event()
+        self._cancelled = threading.Event()
+        self._error: WeightSyncError | None = None
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def update_id(self) -> str:
+        return self.admission.update_id
+
+    @property
+    def version(self) -> int:
+        return self.admission.version
+
+    def tensors_read(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every tensor has been read, so that the parameters may change.
+
+        Returns:
+            False when `timeout_seconds` passed first.
+
+        Raises:
+            WeightSyncError: sending failed before that.
+        """
+        left = max(0.0, self._deadline - time.monotonic()) if timeout_seconds is None else timeout_seconds
+        done = self._read.wait(left)
+        if not done and self._error is not None:
+            raise self._error
+        return done
+
+    def sent(self) -> None:
+        """Wait until everything has been sent.
+
+        Raises:
+            WeightSyncError: why it was not.
+        """
+        if not self._done.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):
+            raise DeadlineExceeded("the update was not sent before its deadline", update_id=self.update_id, phase="receive")
+        if self._error is not None:
+            raise self._error
+
+
+class WeightSync:
+    """A trainer's connection to one service. Thread safe; one update at a time.
+
+    Args:
+        url: the service, for example `http://127.0.0.1:8517`.
+        token: its bearer token.
+        bucket_bytes: unit of broadcast, bytes.
+        timeout_seconds: default deadline of one update.
+        interface: network interface for gloo; torch chooses when empty.
+    """
+
+    def __init__(self, url: str, token: str, *, bucket_bytes: int = 64 << 20, timeout_seconds: float = 300.0, interface: str = "") -> None:
+        self._http = Http(url, token)
+        self._rollouts = Rollouts(self._http, self.engines)
+        self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
+        self._trainer_id = uuid.uuid4().hex
+        self._communicator: Communicator | None = None
+        self._published: Published | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what has not been committed, leave the communicator, close connections."""
+        with self._lock:
+            if self._published is not None:
+                self._give_up(self._published, "the trainer closed")
+            self._leave()
+        self._http.close()
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def sync_weights(
+        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+    ) -> SyncReport:
+        """Bring every engine to these weights: `publish`, then `commit`.
+
+        Args:
+            source: a module, a mapping, or (name, tensor) pairs; names, shapes and dtypes as in the
+                checkpoint that the engines were started from.
+            version: must rise; one above the fleet's when None.
+            timeout_seconds: deadline of the whole call.
+            progress: called with (bytes sent, bytes in all) behind each bucket.
+
+        Raises:
+            Refused (and its kinds): nothing was changed.
+            UpdateFailed (and its kinds): engines serve the version they had, or are quarantined; the
+                message names them.
+            DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
+        """
+        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress)
+        return self.commit(published)
+
+    def publish(
+        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+    ) -> Published:
+        """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
+
+        Raises:
+            Refused, ServiceUnreachable, AuthError, DeadlineExceeded: nothing was changed.
+        """
+        began = time.monotonic()
+        offered = offer(source)
+        with self._lock:
+            if self._published is not None and not self._published._done.is_set():
+                raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
+            request, plan = self._request(offered, version, self._timeout if timeout_seconds is None else timeout_seconds)
+            seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
+            answer = self._http.post("/v1/updates", encode(request), seconds)
+            published = Published(decode(Admission, answer), request, began)
+            published._seconds["admit"] = time.monotonic() - began
+            self._published = published
+        sender = Sender(offered, plan, progress)
+        threading.Thread(target=self._send, args=(published, offered, sender), name="weightsync-send", daemon=True).start()
+        return published
+
+    def commit(self, published: Published | None = None) -> SyncReport:
+        """Apply the published update everywhere and report. Arguments, errors: see `sync_weights`.
+
+        Args:
+            published: from `publish`; the last one when None.
+        """
+        published = published or self._published
+        if published is None:
+            raise Refused("nothing has been published", hint="Call publish() first")
+        try:
+            self._watch(published)
+            left = max(1.0, published._deadline - time.monotonic())
+            start = time.monotonic()
+            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _CONTROL_SECONDS)
+            published._seconds["commit"] = time.monotonic() - start
+        except WeightSyncError as exc:
+            self._give_up(published, exc.message)
+            raise
+        finally:
+            self._rollouts.forget()
+        return self._report(published, decode(UpdateStatus, data))
+
+    def _request(self, offered: Offer, version: int | None, timeout: float) -> tuple[UpdateRequest, BucketPlan]:
+        if version is None:
+            version = (self.status().committed_version or 0) + 1
+        plan = plan_buckets(offered.manifest, self._bucket_bytes)
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
+        try:
+            request = UpdateRequest(
+                update_id=uuid.uuid4().hex,
+                trainer_id=self._trainer_id,
+                version=version,
+                manifest=offered.manifest,
+                bucket_bytes=plan.bucket_bytes,
+                plan_hash=plan.hash,
+                timeout_seconds=timeout,
+                transport=offered.transport,
+                torch_version=torch.__version__,
+                nccl_version=nccl,
+            )
+        except ValueError as exc:
+            raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
+        return request, plan
+
+    def _send(self, published: Published, offered: Offer, sender: Sender) -> None:
+        """Body of the sending thread."""
+        start = time.monotonic()
+        try:
+            communicator = self._connect(published.admission, offered.device)
+            published._seconds["connect"] = time.monotonic() - start
+            sender.send(communicator, published._deadline, published._cancelled.is_set, published._read.set)
+        except WeightSyncError as exc:
+            published._error = exc
+        except Exception as exc:  # the caller's progress callback, or a fault of ours: must reach commit()
+            published._error = InternalError(f"sending failed: {type(exc).__name__}: {exc}")
+            published._error.__cause__ = exc
+        finally:
+            published._seconds |= sender.seconds
+            if published._error is not None:
+                self._leave()
+            published._done.set()
+
+    def _connect(self, admission: Admission, device: torch.device) -> Communicator:
+        held = self._communicator
+        if held is not None and held.open and held.info == admission.communicator:
+            return held
+        self._leave()
+        operation = max(self._timeout, _CONNECT_SECONDS)
+        self._communicator = Communicator(admission.communicator, 0, device, _CONNECT_SECONDS, operation, self._interface)
+        return self._communicator
+
+    def _leave(self) -> None:
+        held, self._communicator = self._communicator, None
+        if held is not None:
+            held.close()
+
+    def _watch(self, published: Published) -> None:
+        """Wait for the sending thread; leave the broadcast when the service has ended the update."""
+        while not published._done.wait(_WATCH_SECONDS):
+            if time.monotonic() > published._deadline:
+                published._cancelled.set()
+                raise DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
+            if (ended := self._ended(published.update_id)) is not None:
+                published._cancelled.set()
+                published._done.wait(5.0)
+                raise ended
+        if published._error is not None:
+            # The engines' own word says more than a broken broadcast does.
+            if (
+                isinstance(published._error, (TransportFailed, Aborted))
+                and (ended := self._ended(published.update_id, wait=3.0)) is not None
+            ):
+                raise ended from published._error
+            raise published._error
+
+    def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:
+        """The error with which the service ended an update, if it did; looks again for `wait` seconds."""
+        until = time.monotonic() + wait
+        while True:
+            try:
+                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", 5.0))
+            except WeightSyncError:
+                return None
+            if status.state.final:
+                return WeightSyncError.from_dict(status.error) if status.error else None
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.1)
+
+    def _give_up(self, published: Published, reason: str) -> None:
+        """Tell the service that this update ends; it may know already."""
+        published._cancelled.set()
+        try:
+            self._http.post(f"/v1/updates/{published.update_id}/abort", {"reason": reason[:300]}, _CONTROL_SECONDS)
+        except WeightSyncError:
+            pass  # ended, being applied, or unreachable: then its own deadline ends it
+        self._leave()
+        if self._published is published:
+            self._published = None
+
+    def _report(self, published: Published, status: UpdateStatus) -> SyncReport:
+        self._published = None
+        if status.state != UpdateState.COMMITTED:
+            self._leave()
+            raise _failure(status)
+        seconds = {**status.seconds, **published._seconds, "total": time.monotonic() - published._began}
+        return SyncReport(
+            update_id=status.update_id,
+            version=status.version,
+            nbytes=status.nbytes,
+            tensors=status.tensors,
+            seconds=seconds,
+            pause_seconds=max((v.pause_seconds for v in status.verdicts), default=0.0),
+            verdicts=status.verdicts,
+        )
+
+    # --- rollouts and state --------------------------------------------------------------------
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        engine: int | None = None,
+        timeout_seconds: float = 120.0,
+    ) -> Generation:
+        """One completion from an engine that serves; see `rollouts.Rollouts.generate` for errors.
+
+        Args:
+            token_ids: the prompt.
+            max_tokens: longest completion, tokens.
+            temperature: 0 is greedy.
+            seed: makes sampling repeatable.
+            engine: ordinal, to ask just this one.
+        """
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "logprobs": 0,
+            "ignore_eos": ignore_eos,
+            "detokenize": False,
+            **({} if seed is None else {"seed": seed}),
+        }
+        return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine)
+
+    def status(self) -> FleetStatus:
+        """The fleet in one look."""
+        return decode(FleetStatus, self._http.get("/v1/status", _CONTROL_SECONDS))
+
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """Every engine: address, version, state."""
+        return self.status().engines
+
+
+def _failure(status: UpdateStatus) -> WeightSyncError:
+    """What an update's status says went wrong, with every engine's state."""
+    error = WeightSyncError.from_dict(status.error) if status.error else UpdateFailed("the update did not commit")
+    if status.verdicts:
+        states = ", ".join(
+            f"engine {v.engine} {v.state}" + ("" if v.version is None else f" with version {v.version}") for v in status.verdicts
+        )
+        error.message = f"{error.message} ({states})"
+        error.args = (error.message,)
+    error.update_id = status.update_id
+    return error

@@ -1,0 +1,277 @@
+"""Settings of the service: frozen, and the only reader of the environment.
+
+Order, first wins: flags, environment (`WEIGHTSYNC_ENGINE__MODEL=…`, two
+underscores between levels), the TOML file named by `--config`, the defaults
+below. An unknown key is an error. `load` turns every complaint into one
+`ConfigError` that says which key, what it got and what it wants.
+
+Imports no torch, Ray or vLLM, so the command line answers at once.
+Not covered: settings of the trainer (arguments of `client.WeightSync`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+from weightsync.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def default_state_dir() -> Path:
+    """Where `serve` keeps its state when not told."""
+    return Path(os.environ.get("HOME") or "/tmp") / ".weightsync"
+
+
+class EngineSettings(_Section):
+    """The vLLM engines."""
+
+    model: Path
+    """Folder of the checkpoint that engines start from, in Hugging Face layout."""
+    count: int = Field(default=1, ge=1, le=1024)
+    """How many engines."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines run; auto takes CUDA when the installed vLLM was built for it."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of weights that the checkpoint does not quantise."""
+    max_model_len: int = Field(default=2048, ge=16)
+    """Longest prompt and completion together, tokens."""
+    max_num_seqs: int = Field(default=16, ge=1)
+    """Most requests in one step."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Memory for the KV cache of one engine, bytes; vLLM decides on a GPU when not given, 256 MiB on a CPU."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs (always so on a CPU)."""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPU cores that Ray reserves for one engine."""
+    gpus: float | None = Field(default=None, ge=0)
+    """GPUs that Ray reserves for one engine; 1 with CUDA when not given. A fraction lets engines share a GPU."""
+    port_base: int = Field(default=0, ge=0, le=65_000)
+    """Port of the first engine's OpenAI-compatible application; 0 takes free ports."""
+    served_model_name: str = "policy"
+    """The name that requests to the engines give."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, as they are."""
+    start_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long an engine may take to start."""
+
+    @field_validator("model")
+    @classmethod
+    def _model_has_config(cls, value: Path) -> Path:
+        if not (value / "config.json").is_file():
+            raise ValueError("a folder that holds config.json")
+        return value.resolve()
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        ours = {"worker_extension_cls", "weight_transfer_config", "distributed_executor_backend", "model", "skip_tokenizer_init"}
+        if clash := sorted(ours & set(value)):
+            raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
+        many = [key for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size") if int(value.get(key, 1)) > 1]
+        if many and value.get("data_parallel_size", 1) != 1:
+            raise ValueError("data_parallel_size 1: run more engines (engine.count) instead")
+        return value
+
+
+class ApiSettings(_Section):
+    """The HTTP service."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on, for the service and for the engines' applications."""
+    port: int = Field(default=8517, ge=0, le=65_535)
+    """Port to listen on; 0 takes a free one."""
+    token: SecretStr | None = None
+    """Bearer token of everything that changes or discloses; one is made and kept in the state folder when not given."""
+    max_request_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Largest request body; a manifest takes about 100 bytes per tensor."""
+    min_ready: int = Field(default=1, ge=1)
+    """`/readyz` says ready when at least so many engines serve the committed version."""
+
+
+class SyncSettings(_Section):
+    """Updates."""
+
+    require: int | None = Field(default=None, ge=1)
+    """How many engines must commit for a call to succeed; all when not given."""
+    rendezvous_timeout_seconds: float = Field(default=30.0, gt=0)
+    """How long trainer and workers may take to connect."""
+    control_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Deadline of one short call to an engine: begin, poll, abort, pause, resume."""
+    apply_timeout_seconds: float = Field(default=300.0, gt=0)
+    """Deadline of writing the weights and proving them in one engine."""
+    history: int = Field(default=200, ge=1, le=10_000)
+    """How many finished updates the ledger keeps."""
+    reset_caches: bool = True
+    """Drop prefix, multimodal and encoder caches once after the weights; otherwise old KV entries stay in use."""
+    store_host: str = "127.0.0.1"
+    """Address of the rendezvous store, in the controller; trainers on other machines need one they can reach."""
+    interface: str = ""
+    """Network interface of the broadcast; torch chooses when empty."""
+
+
+class RaySettings(_Section):
+    """Ray."""
+
+    address: str = ""
+    """A cluster to join; a small one is started when empty."""
+    num_cpus: int | None = Field(default=None, ge=1)
+    """Logical cores of the cluster that is started; two more than the engines ask for when not given."""
+    object_store_bytes: int = Field(default=80 << 20, ge=76 << 20)
+    """Shared memory of the cluster that is started. Weights never pass through it."""
+
+
+class Settings(BaseSettings):
+    """All settings of `weightsync serve`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="WEIGHTSYNC_", env_nested_delimiter="__", use_attribute_docstrings=True
+    )
+
+    engine: EngineSettings
+    api: ApiSettings = ApiSettings()
+    sync: SyncSettings = SyncSettings()
+    ray: RaySettings = RaySettings()
+    fleet: str = "default"
+    """Name of the fleet; Ray's namespace is `weightsync-<fleet>`."""
+    state_dir: Path = Field(default_factory=lambda: default_state_dir())
+    """Folder where `serve` keeps its token and finds the fleet that a killed `serve` left."""
+
+    @field_validator("fleet")
+    @classmethod
+    def _fleet_is_a_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?", value):
+            raise ValueError("lower-case letters, digits and '-', at most 32")
+        return value
+
+    @property
+    def namespace(self) -> str:
+        return f"weightsync-{self.fleet}"
+
+    @property
+    def home(self) -> Path:
+        """This fleet's own folder."""
+        return self.state_dir / self.fleet
+
+
+class _Restored(Settings):
+    """Settings from the given values alone: what an actor was sent has been through `load` already."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def load(flags: Mapping[str, Any], config_file: Path | None = None) -> Settings:
+    """Settings from flags, the environment, and a TOML file.
+
+    Args:
+        flags: dotted keys to values, for example `{"engine.count": 2}`.
+        config_file: TOML with the same keys as tables.
+
+    Raises:
+        ConfigError: names each wrong key, its value, and what is wanted.
+    """
+    _check_environment()
+
+    class Loaded(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            *_: Any,
+            **__: Any,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, _read_toml(config_file))
+
+    try:
+        return Loaded(**_nest(flags))
+    except SettingsError as exc:
+        raise ConfigError(f"environment: {exc}", hint="Objects and lists are given as JSON") from None
+    except ValidationError as exc:
+        raise ConfigError(
+            "; ".join(_complaint(error) for error in exc.errors()),
+            hint="See `weightsync serve --help` for every key",
+        ) from None
+
+
+def parse_value(text: str) -> Any:
+    """A flag's text; objects and lists are JSON, the rest is left to the settings' types."""
+    if text[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except ValueError as exc:
+            raise ConfigError(f"{text[:80]!r} is not JSON: {exc}", hint="Objects and lists are given as JSON") from None
+    return text
+
+
+def dump(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON-ready data for an actor, token included; `restore` is the reverse."""
+    data = settings.model_dump(mode="json")
+    data["api"]["token"] = settings.api.token.get_secret_value() if settings.api.token else None
+    return data
+
+
+def restore(data: Mapping[str, Any]) -> Settings:
+    """Settings from `dump`, whatever this process's environment says."""
+    return _Restored(**data)
+
+
+def _check_environment() -> None:
+    # pydantic-settings passes over a variable whose first part fits no key; a typing slip should not go unseen.
+    for variable in os.environ:
+        if variable.startswith("WEIGHTSYNC_"):
+            first = variable.removeprefix("WEIGHTSYNC_").lower().split("__")[0]
+            if first not in Settings.model_fields:
+                raise ConfigError(
+                    f"environment variable {variable}: no such key",
+                    hint="Two underscores stand between levels, as in WEIGHTSYNC_API__PORT",
+                )
+
+
+def _read_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as exc:
+        raise ConfigError(f"config file {path}: {exc.strerror}", hint="Give an existing TOML file") from None
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"config file {path}: not TOML: {exc}", hint="Mend that line") from None
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = key.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return nested
+
+
+def _complaint(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"{key}: not given, and it has no default"
+    if error["type"] == "extra_forbidden":
+        return f"{key}: no such key"
+    want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    got = "<secret>" if "token" in key else repr(error["input"])
+    return f"{key}: got {got}, want {want}"

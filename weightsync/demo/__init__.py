@@ -1,0 +1,19 @@
+"""A whole RL post-training loop in small: real engines, real GRPO, and a proof at the end.
+
+    process                 runs                            does
+    ----------------------  ------------------------------  ---------------------------------------------
+    `weightsync demo`       `demo/run.py`                   builds the checkpoint, starts the three below,
+                            (`processes.py`, `view.py`)     shows the table, draws demo.png, ends them all
+    the fleet               `weightsync serve`              vLLM engines in Ray actors, and the HTTP service
+    the trainer             `demo/trainer.py` (`grpo.py`)   rollouts, GRPO, `sync_weights()` after each step
+    the cold engine         `demo/cold.py`                  a fresh vLLM engine on the weights synced last
+
+Both `run` and `trainer` use `checkpoint.py` (a small Qwen3 with a tokenizer) and
+`task.py` (a toy task with a reward). The proof: after the last update every engine
+of the fleet answers greedy prompts with the same tokens and log-probabilities, to
+the bit, as an engine that loaded the trainer's saved weights from disk.
+
+Not covered: models worth having, asynchronous rollouts (here each step waits for
+the engines to hold the newest weights), GPUs (kernels that are chosen at start
+may differ between two processes, so equality to the bit is a CPU's promise).
+"""

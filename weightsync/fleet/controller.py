@@ -1,0 +1,393 @@
+"""The controller: a named, detached Ray actor without a GPU that drives updates.
+
+It holds the ledger, the communicator's store, and the metrics. It talks to
+engines in short calls with deadlines and never touches a tensor. A new
+controller learns versions from what the engines report.
+
+An update: `admit` (every worker says yes before a byte moves) → the trainer
+broadcasts while `_watch` polls → `commit` (all engines pause, apply, verify,
+resume, at once) → verdicts. Whatever fails before `commit` costs nothing.
+
+Not covered: committing in waves, and engines on more than one version by choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+import ray
+import torch
+
+import weightsync
+from weightsync import config
+from weightsync.codec import decode, encode
+from weightsync.errors import (
+    Aborted,
+    DeadlineExceeded,
+    ManifestRefused,
+    ProtocolMismatch,
+    Refused,
+    UpdateFailed,
+    WeightSyncError,
+)
+from weightsync.fleet.calls import answers, call
+from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.roster import Roster
+from weightsync.metrics import Recorder
+from weightsync.protocol import (
+    PROTOCOL_VERSION,
+    BeginOrder,
+    CommunicatorInfo,
+    EngineVerdict,
+    FleetStatus,
+    Phase,
+    UpdateRequest,
+    UpdateState,
+    WorkerReport,
+)
+from weightsync.transport import rendezvous
+
+logger = logging.getLogger(__name__)
+
+NAME = "controller"
+_POLL_SECONDS = 0.03
+_HEARTBEAT_SECONDS = 1.0
+
+
+class Controller:
+    """See the module. Coroutines marked `answers` are the actor's methods.
+
+    Args:
+        settings: `config.dump` of the fleet's settings.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = config.restore(settings)
+        sync = self._settings.sync
+        self._ledger = Ledger(sync.require, sync.history)
+        self._recorder = Recorder()
+        self._recorder.build(weightsync.__version__)
+        self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds)
+        self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger)
+        self._generation = time.time_ns() // 1_000_000  # rises over restarts of the controller
+        self._members: Any = None
+        self._staged: dict[str, asyncio.Event] = {}
+        self._commits: dict[str, asyncio.Task[None]] = {}
+        self._admitting = asyncio.Lock()
+        self._heart: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+
+    @answers
+    async def start(self) -> dict[str, Any]:
+        """Find the engines and begin to watch them; called by every `serve`."""
+        await self._refresh()
+        return self._status()
+
+    # --- engines -------------------------------------------------------------------------------
+
+    async def _refresh(self) -> None:
+        await self._roster.refresh()
+        if self._heart is None:  # also in a controller that Ray restarted, which nobody calls `start` on
+            self._heart = self._spawn(self._watch_engines())
+        self._show()
+
+    async def _watch_engines(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            try:
+                await self._refresh()
+            except Exception:
+                logger.exception("heartbeat failed")
+
+    def _show(self) -> None:
+        ledger = self._ledger
+        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.ready, ledger.current is not None)
+
+    # --- one update ----------------------------------------------------------------------------
+
+    @answers
+    async def begin(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Admit an update; returns an `Admission`. The same update again gives the same answer."""
+        try:
+            request = decode(UpdateRequest, data)
+        except ValueError as exc:
+            error: WeightSyncError = ManifestRefused(f"the request is not valid: {exc}", hint="Nothing was changed")
+            self._recorder.refused(error)
+            raise error from None
+        async with self._admitting:
+            known = self._ledger.get(request.update_id)
+            if known is not None and known.communicator is not None and not known.state.final:
+                return dict(encode(known.admission))
+            try:
+                return dict(encode((await self._admit(request)).admission))
+            except WeightSyncError as exc:
+                self._recorder.refused(exc)
+                exc.update_id, exc.phase = request.update_id, str(Phase.ADMIT)
+                raise
+
+    async def _admit(self, request: UpdateRequest) -> Update:
+        _check_versions(request)
+        await self._refresh()  # an engine that died a moment ago must not be counted on
+        began = time.monotonic()
+        update = self._ledger.admit(request, time.time())
+        try:
+            update.communicator = self._communicator(request, update.engines)
+            reports = await asyncio.gather(*(self._begin_engine(update, ordinal) for ordinal in update.engines), return_exceptions=True)
+            refusals = [r for r in reports if isinstance(r, BaseException)]
+            if refusals:
+                raise next((r for r in refusals if isinstance(r, Refused)), refusals[0])
+        except BaseException as exc:
+            error = exc if isinstance(exc, WeightSyncError) else UpdateFailed(f"{type(exc).__name__}: {exc}")
+            await self._abort(update, error)
+            raise error from None
+        update.move(UpdateState.RECEIVING)
+        update.seconds[Phase.ADMIT] = time.monotonic() - began
+        self._staged[request.update_id] = asyncio.Event()
+        self._spawn(self._watch(update))
+        self._show()
+        return update
+
+    def _communicator(self, request: UpdateRequest, engines: tuple[int, ...]) -> CommunicatorInfo:
+        """The communicator for this trainer and these engines: the last one when nobody changed, else a new generation."""
+        workers = {ordinal: self._ledger.engines[ordinal].workers for ordinal in engines}
+        members = (request.trainer_id, request.transport, tuple((o, self._roster.incarnation(o)) for o in engines))
+        if members != self._members:
+            self._generation, self._members = self._generation + 1, members
+        first, world = rendezvous.ranks(workers)
+        return CommunicatorInfo(
+            host=self._settings.sync.store_host,
+            port=self._store.port,
+            generation=self._generation,
+            world_size=world,
+            members={str(ordinal): rank for ordinal, rank in first.items()},
+            transport=request.transport,
+        )
+
+    async def _begin_engine(self, update: Update, ordinal: int) -> None:
+        communicator = update.communicator
+        assert communicator is not None
+        sync = self._settings.sync
+        order = BeginOrder(
+            request=update.request,
+            communicator=communicator,
+            engine=ordinal,
+            rank_offset=communicator.members[str(ordinal)],
+            connect_seconds=sync.rendezvous_timeout_seconds,
+            interface=sync.interface,
+        )
+        reports = await call(
+            self._roster.handle(ordinal).begin, encode(order), timeout_seconds=sync.control_timeout_seconds, engine=ordinal
+        )
+        _raise_first(reports, ordinal)
+
+    async def _watch(self, update: Update) -> None:
+        """Poll the engines until all have staged the update, one failed, or the deadline passed."""
+        deadline = time.monotonic() + update.request.timeout_seconds
+        began = time.monotonic()
+        try:
+            while update.state == UpdateState.RECEIVING:
+                await asyncio.sleep(_POLL_SECONDS)
+                states = await asyncio.gather(*(self._poll_engine(update, ordinal) for ordinal in update.engines))
+                if update.state == UpdateState.RECEIVING and all(states):
+                    update.seconds[Phase.RECEIVE] = time.monotonic() - began
+                    update.move(UpdateState.STAGED)
+                    self._staged[update.request.update_id].set()
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"not all bytes had arrived after {update.request.timeout_seconds:.0f} s", phase=str(Phase.RECEIVE)
+                    )
+            while update.state == UpdateState.STAGED:
+                await asyncio.sleep(0.2)
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded("staged, and no commit came before the update's deadline", phase=str(Phase.STAGE))
+        except WeightSyncError as exc:
+            await self._abort(update, exc)
+
+    async def _poll_engine(self, update: Update, ordinal: int) -> bool:
+        reports = await call(self._roster.handle(ordinal).poll, timeout_seconds=self._settings.sync.control_timeout_seconds, engine=ordinal)
+        _raise_first(reports, ordinal)
+        return all(r["state"] == "staged" and r["update_id"] == update.request.update_id for r in reports)
+
+    async def _abort(self, update: Update, error: WeightSyncError) -> None:
+        """End an update that no engine has begun to apply; engines go on serving what they had."""
+        if update.state.final or update.state == UpdateState.APPLYING:
+            return
+        error.update_id = update.request.update_id
+        self._ledger.abort(update, error, time.time())
+        self._members = None  # peers may stand anywhere in the stream: meet anew
+        if event := self._staged.pop(update.request.update_id, None):
+            event.set()
+        self._recorder.ended(update.status)
+        self._show()
+        logger.warning("update %s aborted: %s", update.request.update_id, error)
+        timeout = self._settings.sync.control_timeout_seconds
+        calls = (
+            call(self._roster.handle(o).abort, update.request.update_id, timeout_seconds=timeout, engine=o)
+            for o in update.engines
+            if o in self._roster
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    @answers
+    async def abort(self, update_id: str, reason: str) -> dict[str, Any]:
+        """End an update on behalf of its trainer or an operator."""
+        update = self._known(update_id)
+        if update.state == UpdateState.APPLYING:
+            raise Refused(f"update {update_id} is being applied and can't be aborted", hint="Wait for its verdict", update_id=update_id)
+        await self._abort(update, Aborted(f"aborted: {reason[:300]}"))
+        return dict(encode(update.status))
+
+    @answers
+    async def commit(self, update_id: str, timeout_seconds: float) -> dict[str, Any]:
+        """Wait until the update is staged, apply it everywhere, return its `UpdateStatus`. Idempotent.
+
+        Raises:
+            DeadlineExceeded: not staged, or not applied, in `timeout_seconds`; the update itself goes on.
+        """
+        update = self._known(update_id)
+        deadline = time.monotonic() + timeout_seconds
+        if (event := self._staged.get(update_id)) is not None:
+            try:
+                await asyncio.wait_for(event.wait(), timeout_seconds)
+            except TimeoutError:
+                raise DeadlineExceeded(f"update {update_id} was not staged within {timeout_seconds:.0f} s", update_id=update_id) from None
+        if update.state == UpdateState.STAGED and update_id not in self._commits:
+            update.move(UpdateState.APPLYING)
+            self._commits = {update_id: self._spawn(self._apply(update))}
+        if task := self._commits.get(update_id):
+            try:
+                await asyncio.wait_for(asyncio.shield(task), max(0.1, deadline - time.monotonic()))
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"update {update_id} is still being applied after {timeout_seconds:.0f} s",
+                    hint="Ask for its status",
+                    update_id=update_id,
+                ) from None
+        return dict(encode(update.status))
+
+    async def _apply(self, update: Update) -> None:
+        began = time.monotonic()
+        verdicts = await asyncio.gather(*(self._apply_engine(update, ordinal) for ordinal in update.engines))
+        for phase in (Phase.PAUSE, Phase.APPLY, Phase.VERIFY, Phase.RESUME):
+            if times := [v.seconds[phase] for v in verdicts if phase in v.seconds]:
+                update.seconds[phase] = max(times)
+        update.seconds["commit"] = time.monotonic() - began
+        if not self._ledger.conclude(update, verdicts, time.time()):
+            failed = next(v for v in verdicts if not v.committed)
+            update.error = failed.error
+        self._staged.pop(update.request.update_id, None)
+        if any(not v.committed for v in verdicts):
+            self._members = None
+        self._recorder.ended(update.status)
+        self._show()
+
+    async def _apply_engine(self, update: Update, ordinal: int) -> EngineVerdict:
+        sync, request = self._settings.sync, update.request
+        try:
+            answer = await call(
+                self._roster.handle(ordinal).commit,
+                request.update_id,
+                request.version,
+                timeout_seconds=sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds,
+                engine=ordinal,
+            )
+            return decode(EngineVerdict, answer)
+        except WeightSyncError as exc:
+            exc.update_id, exc.engine, exc.phase = request.update_id, ordinal, str(Phase.APPLY)
+            self._ledger.lose(ordinal, exc.code)
+            return EngineVerdict(ordinal, False, None, self._ledger.engines[ordinal].state, error=exc.to_dict())
+
+    def _known(self, update_id: str) -> Update:
+        update = self._ledger.get(update_id)
+        if update is None:
+            raise Refused(
+                f"no update {update_id[:64]!r} is known",
+                hint="It may be older than the ledger keeps, or the controller restarted: sync again",
+            )
+        return update
+
+    # --- what is seen --------------------------------------------------------------------------
+
+    def _status(self) -> dict[str, Any]:
+        ledger = self._ledger
+        last = next(iter(ledger.list()), None)
+        status = FleetStatus(
+            fleet=self._settings.fleet,
+            committed_version=ledger.committed_version,
+            ready=ledger.ready,
+            engines=tuple(ledger.engines[ordinal] for ordinal in sorted(ledger.engines)),
+            update=last.status if last else None,
+        )
+        return dict(encode(status))
+
+    @answers
+    async def status(self) -> dict[str, Any]:
+        """`FleetStatus`."""
+        if self._heart is None:
+            await self._refresh()
+        return self._status()
+
+    @answers
+    async def updates(self) -> list[dict[str, Any]]:
+        """`UpdateStatus` of every update that is remembered, newest first."""
+        return [encode(update.status) for update in self._ledger.list()]
+
+    @answers
+    async def update(self, update_id: str) -> dict[str, Any]:
+        """One `UpdateStatus`."""
+        return dict(encode(self._known(update_id).status))
+
+    @answers
+    async def metrics(self) -> str:
+        """Prometheus text."""
+        return self._recorder.text()
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._background.add(task)  # a task that nobody holds can be collected while it runs
+        task.add_done_callback(self._background.discard)
+        return task
+
+
+def _raise_first(reports: list[dict[str, Any]], ordinal: int) -> None:
+    for data in reports:
+        report = decode(WorkerReport, data)
+        if report.error is not None:
+            error = WeightSyncError.from_dict(report.error)
+            error.engine = ordinal
+            raise error
+
+
+def _check_versions(request: UpdateRequest) -> None:
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"the trainer speaks protocol {request.protocol_version}, the service {PROTOCOL_VERSION}",
+            hint="Install the same weightsync on both sides",
+        )
+    if request.transport == "nccl" and torch.cuda.is_available():
+        ours = ".".join(map(str, torch.cuda.nccl.version()[:2]))
+        theirs = ".".join(request.nccl_version.split(".")[:2])
+        if ours != theirs:
+            raise ProtocolMismatch(
+                f"the trainer has NCCL {theirs}, the service {ours}", hint="Install torch versions with the same NCCL on both sides"
+            )
+
+
+def create(settings: config.Settings) -> Any:
+    """Create the actor, or get the one that exists."""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(NAME, settings.namespace)
+    options = {
+        "name": NAME,
+        "namespace": settings.namespace,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 256,
+    }
+    return ray.remote(Controller).options(**options).remote(config.dump(settings))

