@@ -85,18 +85,18 @@ class Fleet:
         return code
 
     def processes(self) -> dict[int, str]:
-        """Every process that belongs to this fleet, by what its environment or command line names."""
-        temp = next((w for w in [_temp_dir(self.home)] if w), str(self.home))
+        """Every process of this fleet: one that names its folders, or writes to a file in them (all that Ray starts does)."""
+        marks = (_temp_dir(self.home), str(self.home))
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                environment = (entry / "environ").read_bytes().decode(errors="replace")
+                files = [os.readlink(entry / "fd" / number) for number in ("1", "2")]
             except OSError:
                 continue
-            if command and (temp in command or str(self.home) in command or temp in environment):
+            if command and any(mark in text for mark in marks for text in (command, *files)):
                 found[int(entry.name)] = command[:150]
         return found
 

@@ -12,33 +12,38 @@ import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from weightsync.errors import WeightSyncError
 
-# A fork would copy the threads' locks of torch without the threads.
-_SPAWN = multiprocessing.get_context("spawn")
+# Forked from a process that has loaded torch and done nothing with it, so that tests don't wait for that every time.
+_QUICK = multiprocessing.get_context("forkserver")
+_QUICK.set_forkserver_preload(["torch"])
+# Its own interpreter from first to last: a forked one leaves by os._exit, without what a script does when it ends.
+_WHOLE = multiprocessing.get_context("spawn")
 
 
 class Peer:
     """One process.
 
     Args:
-        start_seconds: how long its interpreter and torch may take to load.
+        whole: an interpreter of its own, for tests of how the process ends; takes seconds to start.
     """
 
-    def __init__(self, start_seconds: float = 60.0) -> None:
-        self._pipe, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+    def __init__(self, *, whole: bool = False) -> None:
+        context: Any = _WHOLE if whole else _QUICK
+        self._pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        self._start_seconds: float | None = start_seconds
+        self._ready = False
 
-    def ready(self) -> Peer:
+    def ready(self, seconds: float = 60.0) -> Peer:
         """Wait until it takes calls."""
-        if self._start_seconds is not None:
-            self.result(self._start_seconds)
-            self._start_seconds = None
+        if not self._ready:
+            self.result(seconds)
+            self._ready = True
         return self
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:

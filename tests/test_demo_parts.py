@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import queue
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -308,3 +310,40 @@ def test_interrupts_wait_until_a_held_block_ends() -> None:
         interrupts.ignore()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked with prctl")
+def test_child_is_told_when_its_parent_is_killed(tmp_path: Path) -> None:
+    code = """
+import queue, signal, sys, time
+from pathlib import Path
+from weightsync.demo.processes import Child
+child = '''
+import signal, sys, time
+from pathlib import Path
+def told(*_):
+    Path("told").touch()
+    sys.exit()
+signal.signal(signal.SIGINT, told)
+Path("ready").touch()
+time.sleep(60)
+'''
+Child("it", [sys.executable, "-c", child], logs=Path("."), events=queue.SimpleQueue(), stop_signals=((signal.SIGINT, 1.0),))
+time.sleep(60)
+"""
+    root = str(Path(processes.__file__).resolve().parents[2])
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root})
+    try:
+        assert appears(tmp_path / "ready")
+    finally:
+        parent.kill()
+        parent.wait()
+    assert appears(tmp_path / "told")
+
+
+def appears(path: Path, seconds: float = 30.0) -> bool:
+    """Whether `path` is there, now or soon."""
+    deadline = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return path.exists()

@@ -104,7 +104,7 @@ def _add_client(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from weightsync.api.server import serve
 
-    flags = {key: config.parse_value(value) for key, value in vars(args).items() if key not in ("run", "config", "verbose")}
+    flags = {key: config.parse_value(key, value) for key, value in vars(args).items() if key not in ("run", "config", "verbose")}
     return asyncio.run(serve(config.load(flags, args.config)))
 
 
@@ -171,7 +171,7 @@ def _push(args: argparse.Namespace) -> int:
 def _stop(args: argparse.Namespace) -> int:
     from weightsync.fleet.cluster import stop_left_fleet
 
-    found = stop_left_fleet(args.state_dir / args.fleet)
+    found = asyncio.run(stop_left_fleet(args.state_dir / args.fleet))
     print("stopped" if found else "no fleet was left")
     return 0
 

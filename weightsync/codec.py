@@ -67,7 +67,10 @@ def _decode(want: Any, data: Any, path: str) -> Any:
         except ValueError:
             raise ValueError(f"{path}: want one of {[m.value for m in want]}, got {data!r}") from None
     if want is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError:
+            raise ValueError(f"{path}: want float, got an integer beyond its range") from None
     if not isinstance(data, want) or (want is int and isinstance(data, bool)):
         raise ValueError(f"{path}: want {want.__name__}, got {type(data).__name__}")
     return data

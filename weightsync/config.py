@@ -34,6 +34,11 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("HOME") or "/tmp") / ".weightsync"
 
 
+def namespace_of(fleet: str) -> str:
+    """Ray's namespace of a fleet."""
+    return f"weightsync-{fleet}"
+
+
 class EngineSettings(_Section):
     """The vLLM engines."""
 
@@ -79,8 +84,7 @@ class EngineSettings(_Section):
         ours = {"worker_extension_cls", "weight_transfer_config", "distributed_executor_backend", "model", "skip_tokenizer_init"}
         if clash := sorted(ours & set(value)):
             raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
-        many = [key for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size") if int(value.get(key, 1)) > 1]
-        if many and value.get("data_parallel_size", 1) != 1:
+        if value.get("data_parallel_size", 1) != 1:
             raise ValueError("data_parallel_size 1: run more engines (engine.count) instead")
         return value
 
@@ -98,6 +102,13 @@ class ApiSettings(_Section):
     """Largest request body; a manifest takes about 100 bytes per tensor."""
     min_ready: int = Field(default=1, ge=1)
     """`/readyz` says ready when at least so many engines serve the committed version."""
+
+    @field_validator("token")
+    @classmethod
+    def _token_fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        if value and not re.fullmatch(r"[!-~]+", value.get_secret_value()):
+            raise ValueError("printable ASCII without spaces")
+        return value
 
 
 class SyncSettings(_Section):
@@ -157,7 +168,7 @@ class Settings(BaseSettings):
 
     @property
     def namespace(self) -> str:
-        return f"weightsync-{self.fleet}"
+        return namespace_of(self.fleet)
 
     @property
     def home(self) -> Path:
@@ -210,13 +221,13 @@ def load(flags: Mapping[str, Any], config_file: Path | None = None) -> Settings:
         ) from None
 
 
-def parse_value(text: str) -> Any:
-    """A flag's text; objects and lists are JSON, the rest is left to the settings' types."""
-    if text[:1] in ("{", "["):
+def parse_value(key: str, text: str) -> Any:
+    """The text of the flag `key`; objects and lists are JSON, the rest is left to the settings' types."""
+    if text[:1] in ("{", "[") and "token" not in key:
         try:
             return json.loads(text)
         except ValueError as exc:
-            raise ConfigError(f"{text[:80]!r} is not JSON: {exc}", hint="Objects and lists are given as JSON") from None
+            raise ConfigError(f"{key}: got {text[:80]!r}, want JSON: {exc}", hint="Objects and lists are given as JSON") from None
     return text
 
 
@@ -248,10 +259,10 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"config file {path}: {exc.strerror}", hint="Give an existing TOML file") from None
-    except tomllib.TOMLDecodeError as exc:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"config file {path}: not TOML: {exc}", hint="Mend that line") from None
 
 
@@ -273,5 +284,11 @@ def _complaint(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key"
     want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    got = "<secret>" if "token" in key else repr(error["input"])
-    return f"{key}: got {got}, want {want}"
+    return f"{key}: got {_shown(key, error['input'])}, want {want}"
+
+
+def _shown(key: str, value: Any) -> str:
+    if "token" in key or key == "api":
+        return "<secret>"
+    # Values in an object may be secrets too: engine.extra takes vLLM's hf_token.
+    return f"an object with {', '.join(sorted(map(str, value)))}" if isinstance(value, dict) else repr(value)

@@ -159,8 +159,8 @@ class UpdateRequest:
     def __post_init__(self) -> None:
         for key in ("update_id", "trainer_id"):
             value = getattr(self, key)
-            if not (1 <= len(value) <= 64 and all(c.isalnum() or c in "-_" for c in value)):
-                raise ValueError(f"{key} {value[:80]!r}: want 1 to 64 letters, digits, '-' or '_'")
+            if not (1 <= len(value) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in value)):
+                raise ValueError(f"{key} {value[:80]!r}: want 1 to 64 ASCII letters, digits, '-' or '_'")
         if not 0 <= self.version <= MAX_VERSION:
             raise ValueError(f"version {self.version}: want 0 to {MAX_VERSION}")
         if not 4096 <= self.bucket_bytes <= 2**34:

@@ -31,7 +31,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: config.Settings) -> int:
-    """Run until a signal; the exit code.
+    """Run until a signal; the exit code: 0, 1 when something failed, 2 for wrong settings.
 
     Prints `weightsync ready url=… token_file=…` on standard output when every
     engine can take an update.
@@ -46,6 +46,8 @@ async def serve(settings: config.Settings) -> int:
     try:
         starting = asyncio.create_task(cluster.start())
         if not await _first(starting, stop):
+            starting.cancel()
+            await asyncio.wait([starting])
             return 0
         application = api.build(
             cluster,
@@ -63,7 +65,7 @@ async def serve(settings: config.Settings) -> int:
         await serving
     except WeightSyncError as exc:
         print(f"weightsync: {exc}", file=sys.stderr, flush=True)
-        code = 1
+        code = 2 if isinstance(exc, ConfigError) else 1
     finally:
         sock.close()
         await cluster.stop()
@@ -71,7 +73,7 @@ async def serve(settings: config.Settings) -> int:
 
 
 async def _first(task: asyncio.Task[None], stop: asyncio.Event) -> bool:
-    """Wait for the task or the signal; whether the task came first. It is cancelled otherwise, unless it has begun to serve."""
+    """Wait for the task or the signal; whether the task came first. Raises what the task raised."""
     waiter = asyncio.create_task(stop.wait())
     await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()

@@ -22,6 +22,8 @@ from weightsync.protocol import DTYPE_BYTES, Manifest, TensorSpec
 #: Anything `sync_weights` takes.
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
+_PAIRS_HINT = "Pass a module, a mapping, or pairs as model.named_parameters() gives them"
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -71,17 +73,15 @@ def _pairs(source: Source) -> Iterable[tuple[str, torch.Tensor]]:
     else:
         for item in source:
             if not (isinstance(item, tuple) and len(item) == 2):
-                raise ManifestRefused(
-                    f"want (name, tensor) pairs, got {type(item).__name__}", hint="Pass model.named_parameters() or a mapping"
-                )
+                raise ManifestRefused(f"want (name, tensor) pairs, got {type(item).__name__}", hint=_PAIRS_HINT)
             yield item
 
 
 def _require_whole(name: Any, tensor: Any) -> None:
     if not isinstance(name, str):
-        raise ManifestRefused(f"a tensor's name is {type(name).__name__}, want str")
+        raise ManifestRefused(f"a tensor's name is {type(name).__name__}, want str", hint=_PAIRS_HINT)
     if not isinstance(tensor, torch.Tensor):
-        raise ManifestRefused(f"{name!r} is {type(tensor).__name__}, want a tensor", names=[name])
+        raise ManifestRefused(f"{name!r} is {type(tensor).__name__}, want a tensor", names=[name], hint=_PAIRS_HINT)
     if hasattr(tensor, "full_tensor"):
         raise ManifestRefused(f"{name!r} is sharded ({type(tensor).__name__})", names=[name], hint="Send tensor.full_tensor() instead")
     if tensor.is_sparse or tensor.layout != torch.strided:

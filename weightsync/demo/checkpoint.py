@@ -10,14 +10,15 @@ model, for tests, are in `tests/checkpoints.py`.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from weightsync.demo import task
@@ -62,7 +63,7 @@ def build_checkpoint(folder: Path, seed: int, *, tie_word_embeddings: bool = Fal
     model.config.architectures = ["Qwen3ForCausalLM"]
     model.config.save_pretrained(folder)
     GenerationConfig(bos_token_id=task.BOS, eos_token_id=task.EOS, pad_token_id=task.PAD).save_pretrained(folder)
-    _write_tokenizer(folder)
+    _tokenizer().save_pretrained(folder)
     write_weights(folder, checkpoint_tensors(model))
     return folder
 
@@ -112,32 +113,18 @@ def _relate_words(model: Qwen3ForCausalLM) -> None:
         weight[words] += common[topics[words]]
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """A tokenizer that knows the words of `task.vocabulary()`, separated by blanks."""
-    parts: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: index for index, word in enumerate(task.vocabulary())},
-            "unk_token": task.SPECIAL_WORDS[task.UNK],
-        },
-    }
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(parts))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(path),
-        bos_token=task.SPECIAL_WORDS[task.BOS],
-        eos_token=task.SPECIAL_WORDS[task.EOS],
-        unk_token=task.SPECIAL_WORDS[task.UNK],
-        pad_token=task.SPECIAL_WORDS[task.PAD],
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Knows the words of `task.vocabulary()`, separated by blanks."""
+    special = task.SPECIAL_WORDS
+    words = {word: index for index, word in enumerate(task.vocabulary())}
+    tokenizer = Tokenizer(WordLevel(words, unk_token=special[task.UNK]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=special[task.BOS],
+        eos_token=special[task.EOS],
+        unk_token=special[task.UNK],
+        pad_token=special[task.PAD],
         model_max_length=MAX_LENGTH,
         chat_template=CHAT_TEMPLATE,
     )
-    tokenizer.save_pretrained(folder)

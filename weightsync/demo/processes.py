@@ -4,17 +4,21 @@
 whose log keeps everything. `Interrupts` turns SIGINT and SIGTERM into the exception
 `Interrupted`, but never between a child's start and the moment it is on record.
 
-Not covered: SIGKILL of the demo itself, which leaves the fleet running; the next
-`weightsync serve` on the same state folder adopts it.
+When the demo itself is killed, each child gets its first stop signal from the kernel
+(Linux alone); `main` here is the launcher that asks for that.
+
+Not covered: a child that ignores its signals when nobody is left to kill it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +88,7 @@ class Child:
         logs: folder of the logs.
         events: gets `(name, line)` for each line of standard output and `(name, None)` at its end.
         environment: added to this process's own.
-        stop_signals: sent one after another by `stop`, each with the seconds it is given.
+        stop_signals: sent one after another by `stop`, each with the seconds it is given; the first also if this process dies.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Child:
         self.log.write_bytes(b"")
         with self.log.open("ab") as log:  # appending, because `_read` writes to it as well
             self.process = subprocess.Popen(
-                list(argv),
+                [sys.executable, "-m", "weightsync.demo.processes", str(os.getpid()), str(int(stop_signals[0][0])), *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -155,3 +159,18 @@ def wait_for(events: queue.SimpleQueue[tuple[str, str | None]], deadline: float)
         with contextlib.suppress(queue.Empty):
             return events.get(timeout=min(left, 0.5))
     return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become the command `argv[2:]`, and get signal `argv[1]` when the parent, process `argv[0]`, dies."""
+    parent, signum, command = int(argv[0]), int(argv[1]), list(argv[2:])
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signum)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        sys.exit(1)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

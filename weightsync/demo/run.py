@@ -18,9 +18,10 @@ import json
 import queue
 import re
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from weightsync.demo.view import View, draw
 SERVE_TIMEOUT_SECONDS = 300.0
 #: The longest silence of the trainer: a step takes one or two seconds, its start ten.
 TRAINER_TIMEOUT_SECONDS = 300.0
+FLEET = "demo"
 _READY = re.compile(r"weightsync ready url=(?P<url>\S+) token_file=(?P<token_file>\S+)")
 
 #: What the fleet's engines and the cold engine are both started with.
@@ -161,10 +163,23 @@ class Demo:
             time.sleep(0.5)
         raise self.server.failed("ended by itself")
 
-    def _child(self, name: str, argv: Sequence[str], **options: Any) -> Child:
+    def _end_left_fleet(self) -> None:
+        """A `serve` that was killed leaves its fleet running, for the next to adopt; a demo wants its own."""
+        if (self.out / "state" / FLEET).exists():
+            command = ["weightsync.cli", "stop", "--fleet", FLEET, "--state_dir", str(self.out / "state")]
+            done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, start_new_session=True)
+            if done.returncode != 0:
+                raise ChildFailed(f"a fleet that was left behind could not be ended: {done.stderr.strip()}")
+
+    def _stop_server(self, server: Child) -> None:
+        server.stop()
+        if server.process.returncode != 0:
+            self._end_left_fleet()
+
+    def _child(self, name: str, argv: Sequence[str], stop: Callable[[Child], None] = Child.stop, **options: Any) -> Child:
         with self.interrupts.held():
             child = Child(name, [sys.executable, "-m", *argv], logs=self.logs, events=self.events, **options)
-            self.stack.callback(child.stop)
+            self.stack.callback(stop, child)
         return child
 
     def _serve(self, model: Path) -> tuple[str, Path]:
@@ -175,11 +190,13 @@ class Demo:
             "engine.extra": json.dumps(ENGINE_EXTRA),
             "api.port": "0",
             "state_dir": str(self.out / "state"),
-            "fleet": "demo",
+            "fleet": FLEET,
         }
         command = ["weightsync.cli", "serve", *(part for key, value in flags.items() for part in (f"--{key}", value))]
+        self._end_left_fleet()
         # SIGINT lets it take the fleet down; it needs time for that.
-        self.server = self._child("serve", command, stop_signals=((signal.SIGINT, 60.0), (signal.SIGTERM, 20.0)))
+        signals = ((signal.SIGINT, 60.0), (signal.SIGTERM, 20.0))
+        self.server = self._child("serve", command, self._stop_server, stop_signals=signals)
         deadline = time.monotonic() + SERVE_TIMEOUT_SECONDS
         while event := processes.wait_for(self.events, deadline):
             _, line = event

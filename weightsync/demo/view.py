@@ -19,7 +19,10 @@ from weightsync.protocol import Phase
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLUMNS = ("step", "reward", "version", "MB", "rollout s", "train s", "sync s", "sync phases, ms", "pause ms", "logprob gap")
+_WIDE_COLUMN = "sync phases, ms"
+_COLUMNS = ("step", "reward", "version", "MB", "rollout s", "train s", "sync s", _WIDE_COLUMN, "pause ms", "logprob gap")
+#: Consoles of fewer characters do without the wide column.
+_WIDE = 132
 _ROWS = 25
 #: The phases of a sync that are shown; the pause has a column of its own. They overlap, so they don't add up to the whole.
 PHASES = (Phase.ADMIT, Phase.RECEIVE, Phase.APPLY, Phase.VERIFY)
@@ -65,9 +68,11 @@ class View:
             self.say("  ".join(f"{name} {cell}" for name, cell in zip(_COLUMNS, cells(line), strict=True) if cell))
 
     def _table(self) -> Table:
-        table = Table(*_COLUMNS, title="GRPO on a fleet of vLLM engines")
+        shown = [index for index, name in enumerate(_COLUMNS) if name != _WIDE_COLUMN or self.console.width >= _WIDE]
+        table = Table(*(_COLUMNS[index] for index in shown), title="GRPO on a fleet of vLLM engines")
         for line in self.lines[-_ROWS:]:
-            table.add_row(*cells(line))
+            row = cells(line)
+            table.add_row(*(row[index] for index in shown))
         return table
 
 

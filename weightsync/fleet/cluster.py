@@ -64,13 +64,16 @@ class Cluster:
         self._controller: Any = None
         self._engines: dict[int, Any] = {}
         self._ray_process: subprocess.Popen[bytes] | None = None
+        self._joining: asyncio.Task[None] | None = None
+        self._owned = False  # Ray was started or adopted here, so it is ours to end
         self._temp = Path("/tmp") / f"weightsync-{hashlib.sha256(str(self.home.resolve()).encode()).hexdigest()[:10]}"
 
     # --- up ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring everything up; returns when every engine can take an update."""
-        await asyncio.to_thread(self._join_ray)
+        """Bring everything up; returns when every engine can take an update. May be cancelled; then call `stop`."""
+        self._joining = asyncio.create_task(asyncio.to_thread(self._join_ray))
+        await asyncio.shield(self._joining)
         await self._start_actors()
 
     def _join_ray(self) -> None:
@@ -79,13 +82,14 @@ class Cluster:
         if not address:
             if state and _alive(state["ray_pid"], state["temp_dir"]):
                 self._require_same(state)
+                self._owned = True
                 address = state["ray_address"]
                 logger.info("adopting the fleet at %s", address)
             else:
                 address = self._start_ray()
         os.environ.update(_ray_environment())
         if not self.settings.ray.address:
-            os.environ.update(self._ray_token())
+            os.environ.update(_ray_token(self.home))
         import ray
 
         try:
@@ -107,9 +111,9 @@ class Cluster:
             # A session of its own: Ctrl-C in serve's terminal must not reach Ray before the engines have ended.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                env={**os.environ, **_ray_environment(), **self._ray_token()},
+                env={**os.environ, **_ray_environment(), **_ray_token(self.home)},
             )  # fmt: skip
-        self._ray_process = process
+        self._ray_process, self._owned = process, True
         where = self._temp / "ray_current_cluster"
         deadline = time.monotonic() + 60
         while not (where.is_file() and where.read_text().strip()):
@@ -160,26 +164,15 @@ class Cluster:
     # --- down ----------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """Take down engines, controller, and Ray if it was started here; never raises."""
-        ray_module = sys.modules.get("ray")
-        if ray_module is not None and ray_module.is_initialized():
-            await self._stop_actors(ray_module)
-            ray_module.shutdown()
-        if not self.settings.ray.address:
+        """Take down engines, controller, and Ray if it was started or adopted here."""
+        if self._joining is not None:
+            # Its thread can't be cancelled, and half a Ray can't be ended; it takes a few seconds.
+            await asyncio.wait([self._joining])
+            if self._joining.exception() is None:
+                await _stop_actors(self.settings.namespace)
+        if self._owned:
             await asyncio.to_thread(end_ray, self.home, self._ray_process)
         self._lock.close()
-
-    async def _stop_actors(self, ray: Any) -> None:
-        from weightsync.fleet.calls import call
-
-        stops = [call(handle.stop, timeout_seconds=_STOP_SECONDS, engine=ordinal) for ordinal, handle in self._engines.items()]
-        for result in await asyncio.gather(*stops, return_exceptions=True):
-            if isinstance(result, BaseException):
-                logger.warning("an engine did not end by itself: %s", result)
-        for handle in [*self._engines.values(), self._controller]:
-            if handle is not None:
-                with contextlib.suppress(Exception):
-                    ray.kill(handle)
 
     # --- what is kept --------------------------------------------------------------------------
 
@@ -196,8 +189,28 @@ class Cluster:
         if differ:
             raise ConfigError("; ".join(differ), hint="Use the same settings, or end the fleet with `weightsync stop` first")
 
-    def _ray_token(self) -> dict[str, str]:
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _kept_secret(self.home / "ray_token")}
+
+def _ray_token(home: Path) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _kept_secret(home / "ray_token")}
+
+
+async def _stop_actors(namespace: str) -> None:
+    """End every actor of a fleet, engines in order (they end vLLM's processes), and leave Ray."""
+    import ray
+
+    from weightsync.fleet.calls import call
+
+    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace]
+    handles = {name: ray.get_actor(name, namespace) for name in names}
+    engines = [handle for name, handle in handles.items() if name.startswith("engine-")]
+    stops = (call(handle.stop, timeout_seconds=_STOP_SECONDS) for handle in engines)
+    for result in await asyncio.gather(*stops, return_exceptions=True):
+        if isinstance(result, BaseException):
+            logger.warning("an engine did not end by itself: %s", result)
+    for handle in handles.values():
+        with contextlib.suppress(Exception):
+            ray.kill(handle)
+    ray.shutdown()
 
 
 def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None) -> bool:
@@ -236,8 +249,11 @@ def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None) -> bool:
     return was_alive
 
 
-def stop_left_fleet(home: Path) -> bool:
+async def stop_left_fleet(home: Path) -> bool:
     """End a fleet that a killed `serve` left; whether there was one.
+
+    Args:
+        home: `<state_dir>/<fleet>`.
 
     Raises:
         ConfigError: a `serve` still runs it.
@@ -245,7 +261,18 @@ def stop_left_fleet(home: Path) -> bool:
     if not home.is_dir():
         return False
     with _take_lock(home):
-        return end_ray(home)
+        state = _state(home)
+        if state is not None and _alive(int(state["ray_pid"]), str(state["temp_dir"])):
+            os.environ.update(_ray_environment() | _ray_token(home))
+            import ray
+
+            namespace = config.namespace_of(home.name)
+            try:
+                ray.init(address=state["ray_address"], namespace=namespace, log_to_driver=False, configure_logging=False)
+                await _stop_actors(namespace)
+            except (ConnectionError, RuntimeError) as exc:
+                logger.warning("its Ray does not answer and is ended as it is: %s", exc)
+        return await asyncio.to_thread(end_ray, home)
 
 
 def _take_lock(home: Path) -> IO[str]:

@@ -183,7 +183,8 @@ class Ledger:
         update.verdicts = tuple(sorted(verdicts, key=lambda v: v.engine))
         committed = sum(v.committed for v in verdicts)
         enough = committed >= self.require
-        if committed:
+        # An engine that came back during the update may have brought a higher version with it.
+        if committed and update.request.version >= (self.committed_version or 0):
             self.committed_version, self._incomplete = update.request.version, not enough
         for verdict in verdicts:
             before = self.engines.get(verdict.engine)

@@ -7,11 +7,11 @@ finish in time, or that is cancelled, raises, and the communicator is finished;
 the process lives on. Nothing here waits without a deadline.
 
 A gloo operation can't be interrupted from outside, only left: its thread stays
-behind until a peer's socket closes or its own timeout passes, and is collected
-in the background.
+behind until its own deadline passes, and is collected in the background. Nor does
+gloo tell an operation that its peer died in the middle of a message; the
+connections are probed for that.
 
-Not covered: a peer that stays connected, silent and alive holds that background
-thread for the length of the group's timeout.
+Not covered: a peer that hangs but stays connected is noticed at the deadline only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ from weightsync.transport.rendezvous import join_store
 
 #: How long one wait lasts before cancellation is looked at again, seconds.
 _TICK_SECONDS = 0.05
+#: How often a wait looks for peers that are gone, seconds.
+_PROBE_SECONDS = 0.25
+#: How long leaving waits for the group's threads: an idle group's, and those of an operation that was left.
 _CLOSE_SECONDS = 1.0
+_LEAVE_SECONDS = 0.2
+_PROBE_TAG = 1
 
 
 class Communicator:
@@ -94,21 +99,26 @@ class Communicator:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        if self.device.type == "cpu":
+            # Ends a gloo operation that was left; a little later, so that `_wait` is the one to say why.
+            options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + 0.1)
         try:
             work = self._group.broadcast([tensor], options)
             self._wait(work, deadline, cancelled)
         except (TransportFailed, Aborted):
-            self.close()
+            self._close(_LEAVE_SECONDS)
             raise
         except RuntimeError as exc:
-            self.close()
+            self._close(_LEAVE_SECONDS)
             raise TransportFailed(f"broadcast failed: {_first_line(exc)}", hint="A peer died or left; sync again") from exc
 
     def _wait(self, work: Any, deadline: float, cancelled: Callable[[], bool]) -> None:
+        probe_at = time.monotonic() + _PROBE_SECONDS
         while not work.is_completed():
             if cancelled():
                 raise Aborted("the update was aborted while bytes were on their way")
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0:
                 raise TransportFailed("the broadcast did not finish before its deadline", hint="A peer hangs; sync again")
             if self.device.type == "cpu":
@@ -116,14 +126,27 @@ class Communicator:
                 # torch counts whole milliseconds and takes 0 for no timeout at all.
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(seconds=max(0.001, min(_TICK_SECONDS, left))))
+                if now >= probe_at:
+                    self._probe()
+                    probe_at = now + _PROBE_SECONDS
             else:
                 time.sleep(min(0.0002, left))
         work.wait()  # raises what went wrong, and orders the current CUDA stream behind the broadcast
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _probe(self) -> None:
+        """Raise RuntimeError when a gloo peer's connection is broken."""
+        # A receive that nobody answers costs nothing, and posting it fails on a broken connection.
+        for peer in range(self.info.world_size):
+            if peer != self.rank:
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+
     def close(self) -> None:
         """Leave; waits a moment for the group's threads to end, can be called twice."""
+        self._close(_CLOSE_SECONDS)
+
+    def _close(self, seconds: float) -> None:
         group, self._group = self._group, None
         if group is None:
             return
@@ -136,7 +159,7 @@ class Communicator:
         del group
         thread = threading.Thread(target=holder.clear, name="weightsync-close", daemon=True)
         thread.start()
-        thread.join(_CLOSE_SECONDS)
+        thread.join(seconds)
 
 
 def _new_group(

@@ -1,0 +1,227 @@
+"""The digest: it changes when anything changes places, and adds up over slices."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync.protocol import DTYPE_BYTES
+from weightsync.transport import digest
+from weightsync.transport.digest import BLOCK, digest_bytes, digest_tensor
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def random_words(count: int, seed: int = 0) -> torch.Tensor:
+    return random_bytes(8 * count, seed).view(torch.int64)
+
+
+LONG = random_bytes(8 * (2 * BLOCK + 77) + 3, seed=1)
+LONG_DIGEST = digest_bytes(LONG)
+
+
+def swapped(tensor: torch.Tensor, i: int, j: int) -> torch.Tensor:
+    """A copy with the entries i and j of the first dimension in each other's place."""
+    other = tensor.clone()
+    other[i], other[j] = tensor[j].clone(), tensor[i].clone()
+    assert not torch.equal(other, tensor)
+    return other
+
+
+# --- what must change it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float64], ids=str)
+@pytest.mark.parametrize(("i", "j"), [(0, 1), (3, 4), (0, 2999), (16, 2032)])
+def test_two_elements_in_each_others_place_change_it(dtype: torch.dtype, i: int, j: int) -> None:
+    tensor = torch.arange(3000).remainder(101).to(dtype)
+    tensor[j] += 1
+    assert digest_tensor(swapped(tensor, i, j)) != digest_tensor(tensor)
+
+
+def test_two_rows_or_shards_in_each_others_place_change_it() -> None:
+    matrix = random_bytes(64 * 32 * 2).view(torch.bfloat16).reshape(64, 32)
+    seen = {digest_tensor(matrix)}
+    for i, j in itertools.combinations(range(0, 64, 7), 2):
+        seen.add(digest_tensor(swapped(matrix, i, j)))
+    first, second = matrix.chunk(2)
+    seen.add(digest_tensor(torch.cat((second, first))))
+    left, right = matrix.chunk(2, dim=1)
+    seen.add(digest_tensor(torch.cat((right, left), dim=1)))
+    seen.add(digest_tensor(matrix.t()))
+    assert len(seen) == 1 + 45 + 3
+
+
+@pytest.mark.parametrize(("i", "j"), [(0, 1), (0, 2), (1, 2)])
+def test_two_blocks_of_coefficients_in_each_others_place_change_it(i: int, j: int) -> None:
+    # Words that are one block apart share a coefficient within their block.
+    blocks = random_words(3 * BLOCK, seed=2).reshape(3, BLOCK)
+    assert digest_tensor(swapped(blocks, i, j)) != digest_tensor(blocks)
+    one_word = blocks.clone()
+    one_word[i, 5], one_word[j, 5] = blocks[j, 5], blocks[i, 5]
+    assert digest_tensor(one_word) != digest_tensor(blocks)
+
+
+@pytest.mark.parametrize("distance", [2**k for k in range(17)])
+@pytest.mark.parametrize("difference", [0x8000, 0x4000, 0x0001, 0xC000, 0xBF80])
+def test_values_that_differ_in_the_top_bits_alone_change_it_when_swapped(distance: int, difference: int) -> None:
+    # A difference in the top bits, times an even difference of coefficients, vanishes modulo 2**64.
+    words = random_words(2 * BLOCK, seed=3)
+    for at in (0, 1, 12_345 % (2 * BLOCK - distance)):
+        words[at + distance] = words[at] ^ digest._signed(difference << 48)
+        assert digest_tensor(swapped(words, at, at + distance)) != digest_tensor(words)
+
+
+def test_two_signs_that_flip_together_change_it() -> None:
+    # Two top bits add up to 2**64 times the coefficients' half sum.
+    values = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    before = digest_tensor(values)
+    pairs = [(0, 1 << k) for k in range(12)] + [(7, 8), (100, 4000)]
+    for i, j in pairs:
+        flipped = values.clone()
+        flipped[[i, j]] *= -1
+        assert digest_tensor(flipped) != before
+    assert digest_tensor(-values) != before
+
+
+def test_any_single_flipped_bit_changes_both_halves() -> None:
+    data = LONG.clone()
+    rng = random.Random(5)
+    places = [*range(16), *range(len(data) - 11, len(data)), *(rng.randrange(len(data)) for _ in range(60))]
+    for place in places:
+        bit = 1 << rng.randrange(8)
+        data[place] ^= bit
+        low, high = digest_bytes(data)
+        assert low != LONG_DIGEST[0]
+        assert high != LONG_DIGEST[1]
+        data[place] ^= bit
+    assert digest_bytes(data) == LONG_DIGEST
+
+
+def test_all_64_bits_of_a_word_count_in_both_halves() -> None:
+    for bit in range(64):
+        word = torch.tensor([digest._signed(1 << bit)])
+        assert all(half != 0 for half in digest_tensor(word))
+
+
+# --- what must not change it -------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, len(LONG) // 8), max_size=5))
+def test_digests_of_slices_add_up(cuts: list[int]) -> None:
+    edges = [0, *sorted(8 * cut for cut in cuts), len(LONG)]
+    total = digest.ZERO
+    for start, stop in itertools.pairwise(edges):
+        total = digest.add(total, digest_bytes(LONG[start:stop], start))
+    assert total == LONG_DIGEST
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 24))
+def test_short_runs_add_up_whatever_their_tail(data: bytes, cut: int) -> None:
+    tensor = torch.tensor(list(data), dtype=torch.uint8)
+    at = min(8 * cut, len(data) // 8 * 8)
+    assert digest.add(digest_bytes(tensor[:at]), digest_bytes(tensor[at:], at)) == digest_bytes(tensor)
+
+
+@pytest.mark.parametrize("length", range(1, 18))
+def test_an_odd_tail_counts_as_if_filled_up_with_zeros(length: int) -> None:
+    data = random_bytes(length, seed=length)
+    padded = torch.zeros(-(-length // 8) * 8, dtype=torch.uint8)
+    padded[:length] = data
+    assert digest_bytes(data) == digest_bytes(padded) != digest.ZERO
+
+
+@pytest.mark.parametrize("shift", range(1, 8))
+def test_bytes_at_an_odd_address_have_the_digest_of_an_aligned_copy(shift: int) -> None:
+    odd = LONG[shift:]
+    assert odd.data_ptr() % 8
+    assert digest_bytes(odd) == digest_bytes(odd.clone())
+
+
+def test_a_tensor_that_is_not_contiguous_has_the_digest_of_its_copy() -> None:
+    matrix = random_bytes(4 * 60 * 30).view(torch.float32).reshape(60, 30)
+    for view in (
+        matrix.t(),
+        matrix[::2],
+        matrix[:, 3:17],
+        matrix[:, ::3],
+        matrix[:1].expand(5, 30),
+        matrix.reshape(5, 12, 30).movedim(0, 2),
+    ):
+        assert not view.is_contiguous()
+        assert digest_tensor(view) == digest_tensor(view.contiguous())
+
+
+def test_the_shape_is_not_part_of_it() -> None:
+    flat = random_bytes(480)
+    assert digest_tensor(flat) == digest_tensor(flat.reshape(4, 5, 24)) == digest_bytes(flat)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
+def test_every_dtype_that_travels_has_one(dtype: str) -> None:
+    data = random_bytes(8 * 9) % 2  # 0 and 1 are valid bools
+    typed = data.view(getattr(torch, dtype))
+    assert digest_tensor(typed) == digest_bytes(data)
+    assert digest_tensor(typed[0]) == digest_bytes(data[: DTYPE_BYTES[dtype]])  # a scalar
+
+
+def test_a_parameter_has_one_without_its_gradient_in_the_way() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    assert digest_tensor(parameter) == digest_tensor(torch.ones(4))
+
+
+def test_nothing_and_zeros_count_nothing() -> None:
+    assert digest_bytes(torch.empty(0, dtype=torch.uint8)) == digest.ZERO
+    assert digest_tensor(torch.empty(0, 5)) == digest.ZERO
+    assert digest_tensor(torch.zeros(BLOCK + 3, dtype=torch.int64)) == digest.ZERO
+
+
+def test_the_coefficients_are_those_of_protocol_version_1() -> None:
+    # Both sides compute them: another value here is another wire format, so raise PROTOCOL_VERSION with it.
+    data = torch.arange(8 * (BLOCK + 2) + 5).remainder(251).to(torch.uint8)
+    assert digest.to_hex(digest_bytes(data)) == "de588432e4e2cea0a65fac5a00e49b6e"
+
+
+# --- bad input, and the forms it travels in ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data", [torch.zeros(8, dtype=torch.int8), torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)[::2]], ids=str
+)
+def test_anything_but_a_run_of_bytes_is_refused(data: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="contiguous uint8"):
+        digest_bytes(data)
+
+
+@pytest.mark.parametrize("offset", [1, 4, 7, 12])
+def test_an_offset_that_splits_a_word_is_refused(offset: int) -> None:
+    with pytest.raises(ValueError, match=f"offset {offset}"):
+        digest_bytes(torch.zeros(8, dtype=torch.uint8), offset)
+
+
+@given(st.lists(st.tuples(U64, U64), max_size=8))
+def test_pack_and_unpack_keep_every_bit(digests: list[digest.Digest]) -> None:
+    packed = digest.pack(digests)
+    assert packed.dtype == torch.int64
+    assert packed.shape == (len(digests), 2)
+    assert digest.unpack(packed) == digests
+
+
+@given(U64, U64, U64, U64)
+def test_adding_stays_within_64_bits(a: int, b: int, c: int, d: int) -> None:
+    assert digest.add((a, b), (c, d)) == ((a + c) % 2**64, (b + d) % 2**64)
+
+
+def test_the_written_form_has_32_digits() -> None:
+    assert digest.to_hex((1, 2**64 - 1)) == "0000000000000001ffffffffffffffff"

@@ -1,0 +1,350 @@
+"""The fleet's book: which update may follow which, and what it leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weightsync.errors import Aborted, ApplyFailed, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.fleet.ledger import Ledger, Update
+from weightsync.protocol import CommunicatorInfo, EngineState, EngineStatus, EngineVerdict, Manifest, TensorSpec, UpdateRequest, UpdateState
+
+MANIFEST = Manifest((TensorSpec("w", "float32", (2,)),))
+COMMUNICATOR = CommunicatorInfo("127.0.0.1", 1, 1, 3, {"0": 1, "1": 2}, "gloo")
+
+
+def request(update_id: str, version: int) -> UpdateRequest:
+    return UpdateRequest(update_id, "trainer", version, MANIFEST, 4096, "hash", 10.0, "gloo", "2.13.0")
+
+
+def engine(ordinal: int, version: int | None = None, state: EngineState | None = None) -> EngineStatus:
+    state = state or (EngineState.PENDING if version is None else EngineState.SERVING)
+    return EngineStatus(ordinal, state, version, None, "http://engine", "policy", 1, "0.32.0")
+
+
+def fleet(engines: int = 2, require: int | None = None, history: int = 10) -> Ledger:
+    ledger = Ledger(require, history)
+    for ordinal in range(engines):
+        ledger.see(engine(ordinal))
+    return ledger
+
+
+def verdict(ordinal: int, version: int, committed: bool = True) -> EngineVerdict:
+    if committed:
+        return EngineVerdict(ordinal, True, version, EngineState.SERVING)
+    return EngineVerdict(ordinal, False, None, EngineState.QUARANTINED, error=ApplyFailed("no", engine=ordinal).to_dict())
+
+
+def apply(ledger: Ledger, update: Update, *committed: bool) -> bool:
+    """Take an admitted update to its end with these engines' verdicts."""
+    for state in (UpdateState.RECEIVING, UpdateState.STAGED, UpdateState.APPLYING):
+        update.move(state)
+    verdicts = [verdict(ordinal, update.request.version, ok) for ordinal, ok in zip(update.engines, committed, strict=True)]
+    return ledger.conclude(update, verdicts, 2.0)
+
+
+# --- states ------------------------------------------------------------------------------------
+
+ALLOWED = {
+    ("admitted", "receiving"), ("receiving", "staged"), ("staged", "applying"), ("applying", "committed"),
+    ("admitted", "aborted"), ("receiving", "aborted"), ("staged", "aborted"), ("applying", "aborted"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before", list(UpdateState))
+@pytest.mark.parametrize("after", list(UpdateState))
+def test_an_update_moves_as_the_table_says_and_no_other_way(before: UpdateState, after: UpdateState) -> None:
+    update = Update(request("u", 1), (0,), 0.0, before)
+    if (before, after) in ALLOWED:
+        update.move(after)
+        assert update.state == after
+    else:
+        with pytest.raises(AssertionError, match=f"update u: {before} → {after}"):
+            update.move(after)
+        assert update.state == before
+
+
+def test_an_update_shows_itself() -> None:
+    ledger = fleet()
+    update = ledger.admit(request("u", 3), 1.0)
+    update.communicator = COMMUNICATOR
+    assert update.admission.engines == (0, 1)
+    assert update.admission.communicator == COMMUNICATOR
+    status = update.status
+    assert (status.update_id, status.version, status.state, status.tensors, status.nbytes) == ("u", 3, UpdateState.ADMITTED, 1, 8)
+    assert (status.began_unix_seconds, status.ended_unix_seconds) == (1.0, None)
+    assert apply(ledger, update, True, True)
+    assert update.status.ended_unix_seconds == 2.0
+    assert [v.engine for v in update.status.verdicts] == [0, 1]
+
+
+# --- admission ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [s for s in UpdateState if not s.final])
+def test_a_second_update_is_told_which_one_is_under_way(state: UpdateState) -> None:
+    ledger = fleet()
+    ledger.admit(request("first", 5), 0.0).state = state
+    with pytest.raises(UpdateConflict, match=rf"update first to version 5 is under way \({state}\)") as caught:
+        ledger.admit(request("second", 6), 0.0)
+    assert caught.value.retryable
+    assert caught.value.update_id == "second"
+    assert ledger.get("second") is None
+
+
+def test_an_update_that_has_ended_is_not_begun_again() -> None:
+    ledger = fleet()
+    ledger.abort(ledger.admit(request("u", 1), 0.0), Aborted("stop"), 1.0)
+    with pytest.raises(Refused, match=r"update u has ended \(aborted\)"):
+        ledger.admit(request("u", 2), 0.0)
+
+
+@pytest.mark.parametrize("version", [0, 4, 5])
+def test_a_version_must_rise(version: int) -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u", 5), 0.0), True, True)
+    with pytest.raises(VersionRefused, match=f"version {version} does not rise: the fleet has committed version 5") as caught:
+        ledger.admit(request("again", version), 0.0)
+    assert not caught.value.retryable
+    assert "6" in caught.value.hint
+    ledger.admit(request("next", 6), 0.0)
+
+
+def test_the_first_version_may_be_0() -> None:
+    ledger = fleet()
+    assert apply(ledger, ledger.admit(request("u", 0), 0.0), True, True)
+    assert ledger.committed_version == 0
+    assert ledger.ready == 2
+    with pytest.raises(VersionRefused):
+        ledger.admit(request("again", 0), 0.0)
+
+
+def test_a_version_that_too_few_engines_took_may_be_tried_again_and_lower_ones_may_not() -> None:
+    ledger = fleet()
+    assert not apply(ledger, ledger.admit(request("u1", 5), 0.0), True, False)
+    assert ledger.committed_version == 5
+    with pytest.raises(VersionRefused):
+        ledger.admit(request("lower", 4), 0.0)
+    # An attempt that ends before it is applied changes nothing of that.
+    ledger.abort(ledger.admit(request("u2", 5), 0.0), Aborted("stop"), 1.0)
+    assert apply(ledger, ledger.admit(request("u3", 5), 0.0), True, True)
+    with pytest.raises(VersionRefused):
+        ledger.admit(request("u4", 5), 0.0)
+
+
+def test_a_version_that_no_engine_took_leaves_the_fleet_where_it_was() -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    assert not apply(ledger, ledger.admit(request("u2", 6), 0.0), False, False)
+    assert ledger.committed_version == 5
+    assert ledger.ready == 0
+    with pytest.raises(VersionRefused):  # version 5 did reach everybody
+        ledger.admit(request("u3", 5), 0.0)
+    assert apply(ledger, ledger.admit(request("u4", 6), 0.0), True, True)
+
+
+def test_a_version_that_reached_require_is_not_tried_again_for_the_rest() -> None:
+    ledger = fleet(require=1)
+    assert apply(ledger, ledger.admit(request("u", 5), 0.0), True, False)
+    with pytest.raises(VersionRefused):
+        ledger.admit(request("again", 5), 0.0)
+
+
+def test_dead_engines_count_against_require_before_anything_begins() -> None:
+    ledger = fleet()
+    ledger.lose(1, "engine_died")
+    with pytest.raises(EngineDied, match=r"1 engine\(s\) are dead: 1 \(engine_died\); 2 must commit and 1 can") as caught:
+        ledger.admit(request("u", 1), 0.0)
+    assert caught.value.engine == 1
+    assert caught.value.retryable
+    assert ledger.get("u") is None
+    assert ledger.current is None
+
+
+def test_dead_engines_are_left_out_where_require_allows_it() -> None:
+    ledger = fleet(engines=3, require=2)
+    ledger.lose(1, "engine_died")
+    assert ledger.admit(request("u", 1), 0.0).engines == (0, 2)
+
+
+def test_quarantined_and_pending_engines_take_part() -> None:
+    ledger = fleet()
+    ledger.see(engine(0, None, EngineState.QUARANTINED))
+    assert ledger.admit(request("u", 1), 0.0).engines == (0, 1)
+
+
+def test_without_an_engine_there_is_no_update() -> None:
+    with pytest.raises(NoEngineReady):
+        fleet(engines=0).admit(request("u", 1), 0.0)
+    ledger = fleet(engines=1, require=1)
+    ledger.lose(0, "gone")
+    with pytest.raises(NoEngineReady):
+        ledger.admit(request("u", 1), 0.0)
+
+
+def test_require_is_never_more_than_the_fleet() -> None:
+    assert fleet(engines=2, require=5).require == 2
+    assert fleet(engines=3, require=2).require == 2
+    assert fleet(engines=3).require == 3
+
+
+# --- what an update leaves ----------------------------------------------------------------------
+
+
+def test_verdicts_become_the_engines_states() -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u", 4), 0.0), True, False)
+    took, failed = ledger.engines[0], ledger.engines[1]
+    assert (took.state, took.version, took.update_id, took.reason) == (EngineState.SERVING, 4, "u", "")
+    assert (failed.state, failed.version, failed.update_id, failed.reason) == (EngineState.QUARANTINED, None, None, "apply_failed")
+    assert ledger.list()[0].state == UpdateState.ABORTED
+
+
+def test_ready_counts_engines_that_serve_the_committed_version() -> None:
+    ledger = fleet(engines=4)
+    assert ledger.ready == 0
+    for status in (engine(0, 5), engine(1, 4), engine(2, 5, EngineState.UPDATING)):
+        ledger.see(status)
+    assert ledger.committed_version == 5
+    assert ledger.ready == 1
+    ledger.lose(0, "gone")
+    assert ledger.ready == 0
+
+
+def test_a_new_controller_learns_the_version_from_the_engines() -> None:
+    ledger = Ledger(None, 10)
+    for status in (engine(0, 7), engine(1, 9), engine(2)):
+        ledger.see(status)
+    assert ledger.committed_version == 9
+    with pytest.raises(VersionRefused):
+        ledger.admit(request("u", 9), 0.0)
+
+
+def test_an_engine_that_comes_back_with_a_higher_version_in_mid_update_is_not_rewound() -> None:
+    ledger = fleet(engines=2, require=1)
+    ledger.see(engine(0, 3))
+    ledger.lose(1, "gone")
+    update = ledger.admit(request("u", 5), 0.0)
+    ledger.see(engine(1, 8))
+    assert apply(ledger, update, True)
+    assert ledger.committed_version == 8
+
+
+def test_losing_an_engine_that_nobody_knows_changes_nothing() -> None:
+    ledger = fleet()
+    ledger.lose(9, "gone")
+    ledger.forget(9)
+    assert sorted(ledger.engines) == [0, 1]
+    ledger.forget(1)
+    assert sorted(ledger.engines) == [0]
+
+
+def test_an_aborted_update_keeps_its_error_and_frees_the_way() -> None:
+    ledger = fleet()
+    update = ledger.admit(request("u", 1), 0.0)
+    assert ledger.current is update
+    ledger.abort(update, Aborted("the step was skipped"), 3.0)
+    assert ledger.current is None
+    assert update.status.ended_unix_seconds == 3.0
+    assert WeightSyncError.from_dict(update.status.error or {}).message == "the step was skipped"
+    ledger.admit(request("next", 1), 4.0)
+
+
+def test_history_keeps_the_newest() -> None:
+    ledger = fleet(history=3)
+    for number in range(6):
+        ledger.abort(ledger.admit(request(f"u{number}", number), 0.0), Aborted("stop"), 1.0)
+    assert [update.request.update_id for update in ledger.list()] == ["u5", "u4", "u3"]
+    assert ledger.get("u2") is None
+    current = ledger.admit(request("u6", 6), 0.0)
+    assert ledger.current is current
+
+
+def test_the_ledger_loads_without_ray_torch_or_vllm() -> None:
+    code = "import sys, weightsync.fleet.ledger as _; print(sorted({'ray', 'torch', 'vllm'} & set(sys.modules)))"
+    root = Path(__file__).resolve().parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout == "[]\n"
+
+
+# --- any order of events ------------------------------------------------------------------------
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random events of a fleet of three; what must hold after each of them."""
+
+    @initialize(require=st.sampled_from([None, 1, 2]), history=st.integers(1, 4))
+    def start(self, require: int | None, history: int) -> None:
+        self.ledger = fleet(engines=3, require=require, history=history)
+        self.number = 0
+        self.highest: int | None = None
+        self.history = history
+
+    @rule(version=st.integers(0, 12))
+    def admit(self, version: int) -> None:
+        self.number += 1
+        busy = self.ledger.current
+        try:
+            self.ledger.admit(request(f"u{self.number}", version), 0.0)
+        except Refused:
+            assert self.ledger.current is busy
+        except EngineDied:
+            assert self.ledger.current is busy is None
+        else:
+            assert busy is None
+            assert self.highest is None or version >= self.highest
+
+    @precondition(lambda self: self.ledger.current is not None)
+    @rule()
+    def abort(self) -> None:
+        update = self.ledger.current
+        assert update is not None
+        before = self.ledger.committed_version
+        self.ledger.abort(update, Aborted("stop"), 1.0)
+        assert self.ledger.committed_version == before
+
+    @precondition(lambda self: self.ledger.current is not None)
+    @rule(data=st.data())
+    def conclude(self, data: Any) -> None:
+        update = self.ledger.current
+        assert update is not None
+        committed = [data.draw(st.booleans()) for _ in update.engines]
+        enough = apply(self.ledger, update, *committed)
+        assert enough == (sum(committed) >= self.ledger.require)
+        assert update.state == (UpdateState.COMMITTED if enough else UpdateState.ABORTED)
+
+    @rule(ordinal=st.integers(0, 2), version=st.none() | st.integers(0, 14))
+    def see(self, ordinal: int, version: int | None) -> None:
+        self.ledger.see(engine(ordinal, version))
+
+    @rule(ordinal=st.integers(0, 2))
+    def lose(self, ordinal: int) -> None:
+        self.ledger.lose(ordinal, "gone")
+
+    @invariant()
+    def versions_never_fall(self) -> None:
+        now = self.ledger.committed_version
+        assert self.highest is None or (now is not None and now >= self.highest)
+        self.highest = now
+
+    @invariant()
+    def one_update_is_under_way_at_most(self) -> None:
+        under_way = [update for update in self.ledger.list() if not update.state.final]
+        assert under_way == ([self.ledger.current] if self.ledger.current else [])
+        assert len(under_way) <= 1
+        assert len(self.ledger.list()) <= self.history + len(under_way)
+
+    @invariant()
+    def ready_engines_serve_the_committed_version(self) -> None:
+        able = [e for e in self.ledger.engines.values() if e.state == EngineState.SERVING and e.version is not None]
+        assert self.ledger.ready == sum(e.version == self.ledger.committed_version for e in able)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,153 @@
+"""Real processes ended by real signals: what is left, what is adopted, what catches up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleets import Fleet, answers, engine_pid, wait_until
+from weightsync.errors import EngineDied, NoEngineReady, WeightSyncError
+from weightsync.protocol import EngineState
+
+pytestmark = pytest.mark.engine
+
+KIND = "qwen3"
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _refuses(url: str) -> bool:
+    port = int(url.rsplit(":", 1)[1])
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_killed_serve_is_adopted_and_ctrl_c_then_leaves_nothing(checkpoint: Any, tensors: Any, cold: Any, tmp_path: Path) -> None:
+    segments = _shared_memory()
+    first = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
+    with first.client() as sync:
+        sync.sync_weights(tensors(KIND, 2), version=41)
+        engine = sync.engines()[0]
+    first.stop(signal.SIGKILL)
+    assert first.processes(), "the fleet lives on"
+
+    began = time.monotonic()
+    second = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
+    assert time.monotonic() - began < 15, "adopting starts no engine"
+    with second.client() as sync:
+        assert sync.engines()[0] == engine
+        assert sync.status().committed_version == 41
+        assert answers(sync, 0) == cold(KIND, 2)
+        assert sync.sync_weights(tensors(KIND, 1)).version == 42
+        assert answers(sync, 0) == cold(KIND, 1)
+
+    third = Fleet(checkpoint(KIND, 1), tmp_path / "home")
+    assert third.stop(0) == 2 and "is served by process" in third.log.read_text()
+
+    assert second.stop(signal.SIGINT) == 0
+    assert wait_until(lambda: not second.processes(), 5, "no process is left")
+    assert _refuses(second.url) and _refuses(engine.url)
+    assert _shared_memory() <= segments
+
+
+def test_other_settings_do_not_adopt_and_stop_ends_a_left_fleet(checkpoint: Any, tmp_path: Path) -> None:
+    segments = _shared_memory()
+    first = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
+    first.stop(signal.SIGKILL)
+    other = Fleet(checkpoint(KIND, 2), tmp_path / "home")
+    assert other.process.wait(30) == 2
+    assert "engine.model: the running fleet has" in other.log.read_text()
+    assert first.processes(), "a refused serve must leave the fleet alone"
+    stop = [sys.executable, "-m", "weightsync.cli", "stop", "--state_dir", str(tmp_path / "home")]
+    assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout.strip() == "stopped"
+    assert wait_until(lambda: not first.processes(), 5, "no process is left")
+    assert wait_until(lambda: _shared_memory() <= segments, 5, "no shared memory is left")
+
+
+def test_signals_during_start_leave_nothing(checkpoint: Any, tmp_path: Path) -> None:
+    segments = _shared_memory()
+    for number, wait_for in ((signal.SIGTERM, "ray.log"), (signal.SIGINT, "fleet.json")):
+        fleet = Fleet(checkpoint(KIND, 1), tmp_path / f"home-{number}")
+        wait_until((tmp_path / f"home-{number}" / "default" / wait_for).exists, 60, wait_for)
+        assert fleet.stop(number) == 0
+        assert wait_until(lambda f=fleet: not f.processes(), 10, "no process is left")
+    assert wait_until(lambda: _shared_memory() <= segments, 5, "no shared memory is left")
+
+
+def test_dead_engines_and_controllers_come_back(checkpoint: Any, tensors: Any, cold: Any, tmp_path: Path) -> None:
+    fleet = Fleet(checkpoint(KIND, 1), tmp_path / "home", engines=2).ready()
+    try:
+        with fleet.client() as sync:
+            version = sync.sync_weights(tensors(KIND, 1)).version
+            pid = engine_pid(fleet, 1)
+            os.kill(pid, signal.SIGKILL)
+            # At once: the update is refused by name, before anything changed.
+            with pytest.raises(WeightSyncError) as caught:
+                sync.sync_weights(tensors(KIND, 2))
+            assert isinstance(caught.value, EngineDied) and caught.value.engine == 1 and caught.value.hint
+            assert answers(sync, 0) == cold(KIND, 1)
+            assert sync.status().committed_version == version
+            # It restarts by itself and serves nothing until an update reaches it.
+            pending = wait_until(lambda: (e := sync.engines()[1]).state == EngineState.PENDING and e.url and e, 90, "the restart")
+            assert pending.version is None
+            with pytest.raises(NoEngineReady):
+                sync.generate([1, 2], engine=1)
+            assert "engine_pending" in fleet.get("/readyz").json()["reasons"]
+            sync.sync_weights(tensors(KIND, 2))
+            assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 2)
+
+            controller = next(p for p, c in fleet.processes().items() if c.startswith("ray::Controller"))
+            os.kill(controller, signal.SIGKILL)
+            status = wait_until(lambda: _status(sync), 30, "a new controller")
+            assert status.committed_version == version + 1 and status.ready == 2
+            sync.sync_weights(tensors(KIND, 1))
+            assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 1)
+    finally:
+        assert fleet.stop() == 0
+
+
+def _status(sync: Any) -> Any:
+    try:
+        status = sync.status()
+    except WeightSyncError:
+        return None
+    return status if status.ready == 2 else None
+
+
+def test_serve_with_a_bad_setting_says_which_key(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "weightsync.cli", "serve", "--engine.model", str(tmp_path), "--engine.count", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert f"engine.model: got '{tmp_path}', want a folder that holds config.json" in done.stderr
+    assert "engine.count: got 'none', want a valid integer" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", pytest.param("int8-channel", marks=pytest.mark.slow)])
+def test_models_that_would_go_stale_are_refused_at_start(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+    fleet = Fleet(checkpoint(kind, 1), tmp_path / "home")
+    assert fleet.process.wait(120) == 1
+    assert "would keep stale values" in fleet.log.read_text()
+    assert wait_until(lambda: not fleet.processes(), 10, "no process is left")
+
+
+def test_demo_of_three_steps(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "weightsync.cli", "demo", "--steps", "3", "--engines", "1", "--json", "--out", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["ok"] is True and result["cold_equal"] is True and result["steps"] == 3 and result["engines"] == 1
+    assert len(result["reward"]) == 3 and result["max_logprob_gap"] < 0.1
+    assert [u["version"] for u in result["updates"]] == sorted({u["version"] for u in result["updates"]})
+    assert all(u["bytes"] > 1_000_000 and u["pause_seconds"] > 0 for u in result["updates"])
+    assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
