@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,10 @@ class Fleet:
         home: state folder; a second Fleet on the same one adopts what the first left.
         engines: how many.
         flags: further flags of `serve`.
+        env: variables over this process's own.
     """
 
-    def __init__(self, model: Path, home: Path, engines: int = 1, flags: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path, home: Path, engines: int = 1, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.home, self.log = home, home / "serve.log"
         command = [
@@ -51,7 +52,9 @@ class Fleet:
             "--api.port=0", f"--state_dir={home}", "--verbose", *flags,
         ]  # fmt: skip
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env={**os.environ, **(env or {})}
+            )
         self.url = self.token = ""
 
     def ready(self, timeout_seconds: float = 240.0) -> Fleet:

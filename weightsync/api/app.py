@@ -1,7 +1,8 @@
 """FastAPI routes. Health and metrics need no token and name nothing; the rest does.
 
 Every answer that is not 2xx is `{"error": {code, message, hint, …}}`, the form of
-`errors.WeightSyncError`. Bodies are JSON and bounded; nothing is unpickled.
+`errors.WeightSyncError`; without the token it is the code alone. Bodies are JSON
+and bounded; nothing is unpickled.
 
 Not covered: TLS (a proxy's business).
 """
@@ -22,11 +23,13 @@ import weightsync
 from weightsync.api.health import readiness
 from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
-from weightsync.fleet.gate import has_token
+from weightsync.fleet.gate import bound, has_token, refuse
 from weightsync.protocol import FleetStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
+#: What lies under this path needs the token.
+_GUARDED = "/v1"
 
 
 class Controller(Protocol):
@@ -63,18 +66,10 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
         control_seconds: deadline of calls that should be quick.
     """
     app = FastAPI(title="weightsync", version=weightsync.__version__, description="In-place weight sync for vLLM fleets")
-    app.add_middleware(_Bounded, limit=max_request_bytes)
+    app.add_middleware(_Guard, token=token, limit=max_request_bytes)
     _handle_errors(app)
     app.include_router(_health_routes(controller, min_ready))
-
-    def authorised(request: Request) -> None:
-        if not has_token({k: v for k, v in request.scope["headers"]}, token().encode()):
-            raise AuthError(
-                "missing or wrong bearer token",
-                hint="Send `Authorization: Bearer <token>`; `weightsync serve` prints where the token is kept",
-            )
-
-    guarded = APIRouter(prefix="/v1", dependencies=[Depends(authorised)])
+    guarded = APIRouter(prefix=_GUARDED)
     _fleet_routes(guarded, controller, control_seconds)
     _update_routes(guarded, controller, control_seconds)
     app.include_router(guarded)
@@ -149,12 +144,15 @@ def _commit_body(body: CommitBody | None = None) -> CommitBody:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    def answer(error: WeightSyncError) -> JSONResponse:
+    def answer(request: Request, error: WeightSyncError) -> JSONResponse:
+        if not request.scope["path"].startswith(_GUARDED):
+            # Health and metrics need no token, so no text, which may name addresses or models.
+            error = WeightSyncError.from_dict({"code": error.code, "message": error.code, "retryable": error.retryable})
         return JSONResponse({"error": error.to_dict()}, error.http_status, headers={"retry-after": "1"} if error.retryable else None)
 
     @app.exception_handler(WeightSyncError)
-    async def ours(_: Request, exc: WeightSyncError) -> JSONResponse:
-        return answer(exc)
+    async def ours(request: Request, exc: WeightSyncError) -> JSONResponse:
+        return answer(request, exc)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, exc: RequestValidationError) -> JSONResponse:
@@ -166,33 +164,28 @@ def _handle_errors(app: FastAPI) -> None:
         return JSONResponse({"error": Refused(str(exc.detail)).to_dict()}, exc.status_code)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, exc: Exception) -> JSONResponse:
-        return answer(InternalError(f"{type(exc).__name__}: {exc}"))
+    async def unexpected(request: Request, exc: Exception) -> JSONResponse:
+        return answer(request, InternalError(f"{type(exc).__name__}: {exc}"))
 
 
-class _Bounded:
-    """ASGI middleware: a body over the limit is refused, announced or not."""
+class _Guard:
+    """ASGI middleware, before anything is read: the token, and a limit to the body, announced or not."""
 
-    def __init__(self, app: Any, limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(self, app: Any, token: Callable[[], str], limit: int) -> None:
+        self._app, self._token, self._limit = app, token, limit
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        seen = 0
-        too_large = Refused(f"the request is larger than {self._limit} bytes", hint="Raise api.max_request_bytes if the manifest needs it")
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._limit:
-            await JSONResponse({"error": too_large.to_dict()}, 413)(scope, receive, send)
-            return
-
-        async def bounded() -> Any:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._limit:
-                raise too_large
-            return message
-
-        await self._app(scope, bounded, send)
+        if scope["path"].startswith(_GUARDED) and not has_token(scope, self._token().encode()):
+            error: WeightSyncError = AuthError(
+                "missing or wrong bearer token",
+                hint="Send `Authorization: Bearer <token>`; `weightsync serve` prints where the token is kept",
+            )
+            await refuse(error, send)
+        elif (bounded := await bound(scope, receive, self._limit)) is None:
+            error = Refused(f"the request is larger than {self._limit} bytes", hint="Raise api.max_request_bytes if the manifest needs it")
+            await refuse(error, send, 413)
+        else:
+            await self._app(scope, bounded, send)

@@ -3,17 +3,21 @@
 Only calls that can be repeated without harm are tried again, and only when no
 connection came about.
 
-Not covered: asynchronous trainers (the calls are thread safe; use a thread).
+Not covered: a server that sends its answer's head byte by byte (each byte starts
+the deadline anew), and asynchronous trainers (the calls are thread safe; use a thread).
 """
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
-from weightsync.errors import DeadlineExceeded, ServiceUnreachable, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineExceeded, ServiceUnreachable, WeightSyncError
 
 
 class Http:
@@ -22,9 +26,16 @@ class Http:
     Args:
         url: for example `http://127.0.0.1:8517`.
         token: bearer token.
+
+    Raises:
+        ConfigError: the token can't be sent in a header.
     """
 
     def __init__(self, url: str, token: str) -> None:
+        if not re.fullmatch(r"[!-~]+", token):
+            raise ConfigError(
+                "token: it is empty or holds a space or line end", hint="Pass the content of the service's token file, stripped"
+            )
         self.url = url.rstrip("/")
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         # Rollout clients go straight to addresses inside the cluster: no proxy from the environment.
@@ -48,9 +59,15 @@ class Http:
             WeightSyncError: what the service answered.
         """
         timeout = httpx.Timeout(timeout_seconds, connect=min(5.0, timeout_seconds))
+        until = time.monotonic() + timeout_seconds
+        content = bytearray()
         try:
-            response = self._client.request(method, url, json=body, timeout=timeout)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
+            with self._client.stream(method, url, json=body, timeout=timeout) as response:
+                for piece in response.iter_bytes():
+                    content += piece
+                    if time.monotonic() > until:  # httpx's own limit is on the silence between two pieces
+                        raise httpx.ReadTimeout("the answer takes too long")
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeError) as exc:
             raise ServiceUnreachable(f"no service answers at {url}: {exc}", hint="Is `weightsync serve` running there?") from None
         except httpx.TimeoutException:
             raise DeadlineExceeded(
@@ -58,13 +75,13 @@ class Http:
             ) from None
         except httpx.HTTPError as exc:
             raise ServiceUnreachable(f"{method} {url} broke off: {exc}", hint="The service may have restarted; try again") from None
-        return _answer(response, f"{method} {url}")
+        return _answer(response, bytes(content), f"{method} {url}")
 
 
-def _answer(response: httpx.Response, what: str) -> Any:
+def _answer(response: httpx.Response, content: bytes, what: str) -> Any:
     try:
-        data = response.json()
-    except ValueError:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
         raise ServiceUnreachable(f"{what} answered {response.status_code} and no JSON: is this weightsync's URL?") from None
     if response.is_success:
         return data

@@ -107,9 +107,10 @@ class ColdEngine:
     Args:
         log: file that gets its standard error; the parent's own when None.
         python: the interpreter.
+        env: variables over this process's own.
     """
 
-    def __init__(self, log: Path | None = None, python: str = sys.executable) -> None:
+    def __init__(self, log: Path | None = None, python: str = sys.executable, env: Mapping[str, str] = COLD_ENV) -> None:
         with contextlib.ExitStack() as stack:
             errors: IO[bytes] | None = stack.enter_context(log.open("wb")) if log else None
             self.process = subprocess.Popen(
@@ -118,7 +119,7 @@ class ColdEngine:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **COLD_ENV},
+                env={**os.environ, **env},
                 start_new_session=True,
             )
 
@@ -192,8 +193,6 @@ def _answer(line: str) -> dict[str, Any]:
 
 def main() -> None:
     """Serve jobs until the input ends."""
-    for key, value in COLD_ENV.items():
-        os.environ.setdefault(key, value)
     # vLLM and its libraries print on file descriptor 1: keep it for results, give them 2.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -36,7 +36,7 @@ class Gate:
         app: the application behind it.
         token: the only bearer token that passes.
         refusal: None while the engine may serve, else why not.
-        max_request_bytes: largest body, as announced by its length.
+        max_request_bytes: largest body.
     """
 
     def __init__(self, app: Any, token: str, refusal: Callable[[], str | None], max_request_bytes: int) -> None:
@@ -48,40 +48,64 @@ class Gate:
             return
         if scope["type"] != "http":
             return  # no websockets pass
-        error = self._check(scope)
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
+        if not has_token(scope, self._token):
+            error: WeightSyncError = AuthError("this engine wants the fleet's bearer token", hint="Send `Authorization: Bearer <token>`")
             await refuse(error, send)
-
-    def _check(self, scope: Scope) -> WeightSyncError | None:
-        headers = {key.lower(): value for key, value in scope["headers"]}
-        if not has_token(headers, self._token):
-            return AuthError("this engine wants the fleet's bearer token", hint="Send `Authorization: Bearer <token>`")
-        if (scope["method"], scope["path"]) not in ALLOWED:
-            return Refused(
+        elif (scope["method"], scope["path"]) not in ALLOWED:
+            error = Refused(
                 f"{scope['method']} {scope['path'][:100]} is not served here", hint=f"Served: {sorted(path for _, path in ALLOWED)}"
             )
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._limit:
-            return Refused(f"the request is larger than {self._limit} bytes")
-        reason = self._refusal()
-        if reason is not None:
-            return NoEngineReady(f"this engine does not serve now: {reason}", hint="Ask another engine, or try again after the next update")
+            await refuse(error, send, 404)
+        elif (reason := self._refusal()) is not None:
+            error = NoEngineReady(
+                f"this engine does not serve now: {reason}", hint="Ask another engine, or try again after the next update"
+            )
+            await refuse(error, send)
+        elif (bounded := await bound(scope, receive, self._limit)) is None:
+            await refuse(Refused(f"the request is larger than {self._limit} bytes"), send, 413)
+        else:
+            await self._app(scope, bounded, send)
+
+
+def has_token(scope: Scope, token: bytes) -> bool:
+    """Whether `Authorization: Bearer` carries the token; compared in constant time. An empty token fits nobody."""
+    scheme, _, given = _header(scope, b"authorization").partition(b" ")
+    return bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token)
+
+
+async def bound(scope: Scope, receive: Receive, limit: int) -> Receive | None:
+    """Read a request's body; a `receive` that gives it again, None if it is larger than `limit` bytes, announced or not."""
+    length = _header(scope, b"content-length") or b"0"
+    if not length.isdigit() or len(length) > 18 or int(length) > limit:
         return None
+    body = bytearray()
+    message = await receive()
+    while message["type"] == "http.request":
+        body += message.get("body", b"")
+        if len(body) > limit:
+            return None
+        if not message.get("more_body", False):
+            message = {"type": "http.request", "body": bytes(body), "more_body": False}
+            break
+        message = await receive()
+    waiting = [message]  # the whole body, or that the client left
+
+    async def again() -> MutableMapping[str, Any]:
+        return waiting.pop() if waiting else await receive()
+
+    return again
 
 
-def has_token(headers: MutableMapping[bytes, bytes], token: bytes) -> bool:
-    """Whether `Authorization: Bearer` carries the token; compared in constant time."""
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token)
+def _header(scope: Scope, name: bytes) -> bytes:
+    value: bytes = next((value for key, value in scope["headers"] if key.lower() == name), b"")
+    return value
 
 
-async def refuse(error: WeightSyncError, send: Send) -> None:
-    """Answer an HTTP request with an error."""
+async def refuse(error: WeightSyncError, send: Send, status: int | None = None) -> None:
+    """Answer an HTTP request with an error, under its own status or the one given."""
     body = json.dumps({"error": error.to_dict()}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if error.retryable:
         headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.start", "status": status or error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

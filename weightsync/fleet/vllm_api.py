@@ -139,8 +139,12 @@ class Engine:
         return app
 
     def _frontend_arguments(self) -> Namespace:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
         from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        try:
+            from vllm.entrypoints.common.cli_args import make_arg_parser  # 0.33
+        except ModuleNotFoundError:
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser  # 0.32
 
         parser = make_arg_parser(FlexibleArgumentParser())
         args = parser.parse_args([])

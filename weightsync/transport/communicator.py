@@ -17,9 +17,10 @@ Not covered: a peer that hangs but stays connected is noticed at the deadline on
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -191,11 +192,30 @@ def _new_group(
         raise ConfigError("transport nccl needs CUDA tensors and a torch with NCCL", hint="Use gloo, or move the tensors to a GPU")
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = timedelta(seconds=max(connect_seconds, operation_seconds))
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _no_watchdog():
         group = dist.ProcessGroupNCCL(store, rank, info.world_size, nccl_options)
         if hasattr(group, "eager_connect_single_device"):
             group.eager_connect_single_device(device)
     return group
+
+
+@contextlib.contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """Make NCCL groups whose watchdog does not end this process: deadlines are ours, and the engine lives on.
+
+    torch reads these when a group is made; the trainer's own groups keep what it set.
+    """
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    before = {key: os.environ.get(key) for key in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
 
 
 def _first_line(exc: BaseException) -> str:
