@@ -15,7 +15,7 @@ from tests.fleets import Fleet, answers
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "fp8-channel", "w4a16", "mla"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "fp8-channel", "w4a16", "mla", "qwen3-moe", "int8-channel"])
 def test_engine_equals_a_cold_one_to_new_weights_and_back(kind: str, checkpoint: Any, tensors: Any, cold: Any, tmp_path: Any) -> None:
     fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet").ready()
     try:

@@ -133,14 +133,6 @@ def test_serve_with_a_bad_setting_says_which_key(tmp_path: Path) -> None:
     assert "engine.count: got 'none', want a valid integer" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["qwen3-moe", pytest.param("int8-channel", marks=pytest.mark.slow)])
-def test_models_that_would_go_stale_are_refused_at_start(kind: str, checkpoint: Any, tmp_path: Path) -> None:
-    fleet = Fleet(checkpoint(kind, 1), tmp_path / "home")
-    assert fleet.process.wait(120) == 1
-    assert "would keep stale values" in fleet.log.read_text()
-    assert wait_until(lambda: not fleet.processes(), 10, "no process is left")
-
-
 def test_demo_of_three_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightsync.cli", "demo", "--steps", "3", "--engines", "1", "--json", "--out", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

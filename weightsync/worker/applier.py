@@ -137,25 +137,23 @@ class Applier:
                 yield spec.name, receiver.tensor(index)
                 taken.append(spec.name)
 
+        reload = vllm_compat.Reload(self.model, self.vllm_config)
         try:
-            with vllm_compat.cold_load_context(self.vllm_config), self.device:
-                vllm_compat.reload_begin(self.model)
+            with reload:
                 self.model.load_weights(stream())
-                self._require_complete(receiver, taken)
-                tied = vllm_compat.reload_finish(self.model, self.vllm_config.model_config)
-            self._checks["tied_layers_refreshed"] = len(tied)
+                self._require_complete(receiver, taken, reload.waiting())
+                reload.finish()
             self._state = "applied"
         except Exception as exc:
-            restored = vllm_compat.reload_restore(self.model)
             if not isinstance(exc, WeightSyncError):
                 at = receiver.order.request.manifest.tensors[min(len(taken), len(receiver.order.request.manifest.tensors) - 1)].name
                 exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
             self._state, self._error = "failed", exc
-            self._checks["layers_put_back"] = restored
+        self._checks |= {key: count for key, count in reload.counts.items() if count}
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
 
-    def _require_complete(self, receiver: Receiver, taken: list[str]) -> None:
+    def _require_complete(self, receiver: Receiver, taken: list[str], waiting: dict[str, int]) -> None:
         """Every tensor was taken from the stream, and every waiting layer has all that the map gives it."""
         specs = receiver.order.request.manifest.tensors
         if len(taken) != len(specs):
@@ -167,7 +165,7 @@ class Applier:
             want[layer] = want.get(layer, 0) + count
         short = [
             f"{layer} ({loaded} of {want[layer]} elements)"
-            for layer, loaded in vllm_compat.reload_waiting(self.model).items()
+            for layer, loaded in waiting.items()
             if 0 < want.get(layer, 0) and loaded < want[layer] and not self._loaded_directly(layer)
         ]
         if short:

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import vllm
@@ -33,6 +36,16 @@ PROVED_VERSIONS = ("0.32.0", "0.33.0")
 BACKEND = "weightsync"
 #: Tensors that layerwise reload writes straight into live storage and does not count.
 WRITTEN_IN_PLACE = frozenset(SKIP_LOAD_TENSORS)
+#: Functions of vLLM that `Reload` replaces or leans on, by the SHA-256 of their source.
+PROVED_SOURCES = {
+    "initialize_layerwise_reload": {"4c6218fa7fce5c7d"},
+    "finalize_layerwise_processing": {"db59bf9798b9eaed"},
+    "_layerwise_process": {"fde7490d7e642b34"},
+    "_copy_and_restore_kernel_tensors": {"c98331c098210ea3"},
+    "_place_kernel_tensors": {"9a7d866d7e5dcac8"},
+}
+#: How deep `_holds_foreign` looks: layer → quantisation method → scheme → kernel → handler.
+_DEPTH = 5
 
 
 class _ManagedByWeightsync(WeightTransferEngine):
@@ -74,32 +87,35 @@ def require_supported() -> None:
             f"vLLM {vllm_version()} has not been proved; proved are {', '.join(PROVED_VERSIONS)}",
             hint="Install one of those",
         )
+    for name, proved in PROVED_SOURCES.items():
+        try:
+            source = inspect.getsource(getattr(layerwise, name))
+        except OSError:  # replaced at run time by something that has none
+            source = ""
+        if hashlib.sha256(source.encode()).hexdigest()[:16] not in proved:
+            raise UnsupportedEngine(
+                f"vLLM {vllm_version()}: {name} in {layerwise.__name__} is not the one that was proved",
+                hint="Install an unchanged vLLM of a proved version",
+            )
 
 
 def unproved_layers(model: torch.nn.Module, device: torch.device) -> list[str]:
-    """Layers that this version's reload is known to leave stale, as `path (why)`; empty when all is well.
+    """Layers that may be stale after an update, as `path (why)`; empty when all is well.
 
-    On a CPU a mixture of experts keeps its packed layout, and an INT8 kernel
-    keeps the address of a freed scale; on CUDA a quantised mixture of experts
-    can leave captured graphs reading old storage.
+    On CUDA a quantised mixture of experts can leave captured graphs reading old
+    storage. A tied layer is post-processed once more after an update, which only
+    unquantised ones are known to bear.
     """
     found: list[str] = []
     owners: dict[int, str] = {}
-    tied = set()
     for path, layer in model.named_modules():
-        for parameter in layer._parameters.values():
-            if parameter is not None and owners.setdefault(id(parameter), path) != path:
-                tied.add(path)
-    for path, layer in model.named_modules():
-        kind = type(layer).__name__
-        scheme = type(getattr(layer, "scheme", None)).__name__
         method = type(getattr(layer, "quant_method", None)).__name__
-        if kind == "RoutedExperts" and (device.type == "cpu" or not method.startswith("Unquantized")):
+        unquantised = method.startswith(("Unquantized", "NoneType"))
+        tied = [p for p in layer._parameters.values() if p is not None and owners.setdefault(id(p), path) != path]
+        if type(layer).__name__ == "RoutedExperts" and device.type != "cpu" and not unquantised:
             found.append(f"{path} (mixture of experts, {method} on {device.type})")
-        elif device.type == "cpu" and "W8A8Int8" in scheme:
-            found.append(f"{path} ({scheme} on cpu)")
-        elif path in tied and not method.startswith(("Unquantized", "NoneType")):
-            found.append(f"{path} (tied, {method}: its post-processing may not run twice)")
+        elif tied and not unquantised:
+            found.append(f"{path} (tied, {method})")
     return found
 
 
@@ -125,36 +141,116 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
         return initialize_model(vllm_config=config)
 
 
-def reload_begin(model: torch.nn.Module) -> None:
-    """Put every layer's parameters on meta and wrap its loaders (vLLM's layerwise reload)."""
-    layerwise.initialize_layerwise_reload(model)
+class Reload:
+    """One layerwise reload of a model, with what the stock one leaves out.
 
+    vLLM's own reload restores the checkpoint's format on meta, buffers what is
+    loaded, processes each layer when it is complete, and copies the result into
+    the storage that the kernel had. Missing there, and done here for every layer:
 
-def reload_finish(model: torch.nn.Module, model_config: Any) -> list[str]:
-    """Process what waits for the end: attention layers, layers with padding, layers tied to a loaded one.
+    - A kernel that was kept packs its weights again. Stock code packs only when
+      it builds the kernel, so a kept one reads the unpacked layout.
+    - Kernel objects rebuilt by the processing hold its temporary parameters; those
+      are pointed at the registered storage, so that there is one copy, not two.
+    - An object that holds something outside Python (it has a destructor, as a
+      oneDNN handler does) may hold raw addresses of the temporaries: their memory
+      is kept until the layer is processed again.
+    - Layers tied to a loaded one are processed too (see `finish`).
 
-    vLLM puts a tied layer (an output head that is the embedding) back without
-    post-processing it, since nothing was loaded into it by name. What its kernel
-    derived from the old weights, on a CPU the packed copy inside oneDNN, would stay.
+    Use as a context manager: on the way out after an error the structure is put
+    back (no tensor left on meta, nothing buffered), values of layers that were
+    processed stay new.
 
-    Returns:
-        Paths of the tied layers that were post-processed here.
+    Args:
+        model: the live model.
+        vllm_config: the engine's configuration.
     """
-    named = dict(model.named_modules())
-    waiting = {path: layerwise.get_layerwise_info(layer) for path, layer in named.items()}
-    unloaded = {path for path, info in waiting.items() if info.can_load() and info.load_numel == 0}
-    layerwise.finalize_layerwise_reload(model, model_config)
-    loaded = {id(p) for path, layer in named.items() if path not in unloaded for p in layer._parameters.values() if p is not None}
-    tied = [path for path in sorted(unloaded) if any(id(p) in loaded for p in named[path]._parameters.values() if p is not None)]
-    for path in tied:
-        method = getattr(named[path], "quant_method", None)
-        if method is not None:
-            method.process_weights_after_loading(named[path])
-    return tied
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        self._model, self._config = model, vllm_config
+        self._experts: dict[int, Any] = {}
+        self._context = contextlib.ExitStack()
+        self.counts = {"layers_repacked": 0, "temporaries_rebound": 0, "layers_pinned": 0, "tied_layers_refreshed": 0, "layers_put_back": 0}
+
+    def __enter__(self) -> Reload:
+        device = next(iter(self._model.parameters())).device
+        self._context.enter_context(cold_load_context(self._config))
+        self._context.enter_context(device)
+        self._experts = {id(layer): _experts_of(layer) for layer in self._model.modules()}
+        stock = layerwise._copy_and_restore_kernel_tensors
+        layerwise._copy_and_restore_kernel_tensors = self._place(stock)
+        self._context.callback(setattr, layerwise, "_copy_and_restore_kernel_tensors", stock)
+        layerwise.initialize_layerwise_reload(self._model)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: Any) -> None:
+        if exc is not None:
+            self.counts["layers_put_back"] = self._put_back()
+        self._context.close()
+
+    def waiting(self) -> dict[str, int]:
+        """Layers that have not been processed yet: module path to elements loaded so far."""
+        return reload_waiting(self._model)
+
+    def finish(self) -> None:
+        """Process what waits for the end: attention layers, layers with padding, layers tied to a loaded one.
+
+        Stock code puts a tied layer (an output head that is the embedding) back
+        without processing it, since nothing was loaded into it by name; what its
+        kernel derived from the old weights, on a CPU a packed copy, would stay.
+        """
+        named = dict(self._model.named_modules())
+        before = {path: layerwise.get_layerwise_info(layer) for path, layer in named.items()}
+        unloaded = {path for path, info in before.items() if info.can_load() and info.load_numel == 0}
+        layerwise.finalize_layerwise_reload(self._model, self._config.model_config)
+        loaded = {id(p) for path, layer in named.items() if path not in unloaded for p in layer._parameters.values() if p is not None}
+        for path in sorted(unloaded):
+            method = getattr(named[path], "quant_method", None)
+            if method is not None and any(id(p) in loaded for p in named[path]._parameters.values() if p is not None):
+                method.process_weights_after_loading(named[path])
+                self.counts["tied_layers_refreshed"] += 1
+
+    def _place(self, stock: Callable[[torch.nn.Module, Any], None]) -> Callable[[torch.nn.Module, Any], None]:
+        """vLLM's step behind a layer's processing, with the three repairs around it."""
+
+        def place(layer: torch.nn.Module, info: Any) -> None:
+            kept = self._experts.get(id(layer))
+            if kept is not None and kept is _experts_of(layer):
+                kept.process_weights_after_loading(layer)
+                self.counts["layers_repacked"] += 1
+            parameters, buffers = info.kernel_tensors
+            temporaries = {name: t for name in (*parameters, *buffers) if isinstance(t := getattr(layer, name, None), torch.Tensor)}
+            pinned = [t.untyped_storage() for t in temporaries.values()] if _holds_foreign(layer) else []
+            stock(layer, info)
+            for name, temporary in temporaries.items():
+                registered = getattr(layer, name)
+                if registered is not temporary and _layout(registered) == _layout(temporary):
+                    temporary.data = registered.data
+                    self.counts["temporaries_rebound"] += 1
+            _PINNED[layer] = pinned
+            self.counts["layers_pinned"] += bool(pinned)
+
+        return place
+
+    def _put_back(self) -> int:
+        count = 0
+        for layer in self._model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+                count += 1
+        layerwise.LOADING_LAYERS.clear()
+        return count
+
+
+#: Memory of temporaries that a layer's foreign objects may hold addresses of; replaced when the layer is processed again.
+_PINNED: WeakKeyDictionary[torch.nn.Module, list[torch.UntypedStorage]] = WeakKeyDictionary()
 
 
 def reload_waiting(model: torch.nn.Module) -> dict[str, int]:
-    """Layers that have not been processed yet: module path to elements loaded so far."""
+    """Layers that a reload has not processed yet: module path to elements loaded so far."""
     waiting: dict[str, int] = {}
     for path, layer in model.named_modules():
         info = layerwise.get_layerwise_info(layer)
@@ -163,19 +259,39 @@ def reload_waiting(model: torch.nn.Module) -> dict[str, int]:
     return waiting
 
 
-def reload_restore(model: torch.nn.Module) -> int:
-    """Undo a reload that stopped half way: live tensors back in place, buffered ones dropped.
+def _experts_of(layer: torch.nn.Module) -> Any:
+    """The experts implementation inside a mixture-of-experts layer's kernel; None in other layers."""
+    return getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
 
-    Values of layers that were already processed stay new. Returns how many
-    layers were put back.
-    """
-    count = 0
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load():
-            if info.kernel_tensors is not None:
-                layerwise._place_kernel_tensors(layer, info)
-            info.reset()
-            count += 1
-    layerwise.LOADING_LAYERS.clear()
-    return count
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+def _holds_foreign(layer: torch.nn.Module) -> bool:
+    """Whether an object of this layer owns something outside Python, by its destructor."""
+    seen: set[int] = set()
+    todo: list[tuple[Any, int]] = [(value, 0) for value in vars(layer).values()]
+    while todo:
+        value, depth = todo.pop()
+        if id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (list, tuple)):
+            todo += [(item, depth) for item in value]
+        elif isinstance(value, dict):
+            todo += [(item, depth) for item in value.values()]
+        elif hasattr(type(value), "__del__"):
+            return True
+        elif depth < _DEPTH and type(value).__module__.startswith("vllm.model_executor"):
+            todo += [(item, depth + 1) for item in vars(value).values()] if hasattr(value, "__dict__") else []
+        elif closure := getattr(value, "__closure__", None):
+            todo += [(cell.cell_contents, depth + 1) for cell in closure if _filled(cell)]
+    return False
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
