@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_a_version_that_reached_require_is_not_tried_again_for_the_rest() -> Non
 def test_dead_engines_count_against_require_before_anything_begins() -> None:
     ledger = fleet()
     ledger.lose(1, "engine_died")
-    with pytest.raises(EngineDied, match=r"1 engine\(s\) are dead: 1 \(engine_died\); 2 must commit and 1 can") as caught:
+    with pytest.raises(EngineDied, match=r"1 engine\(s\) are dead or starting: 1 \(engine_died\); 2 must commit and 1 can") as caught:
         ledger.admit(request("u", 1), 0.0)
     assert caught.value.engine == 1
     assert caught.value.retryable
@@ -172,6 +173,16 @@ def test_dead_engines_are_left_out_where_require_allows_it() -> None:
     ledger = fleet(engines=3, require=2)
     ledger.lose(1, "engine_died")
     assert ledger.admit(request("u", 1), 0.0).engines == (0, 2)
+
+
+def test_an_engine_on_its_way_up_is_left_out_like_a_dead_one() -> None:
+    ledger = fleet(engines=3, require=2)
+    ledger.see(replace(engine(1), workers=0, reason="starting"))
+    assert ledger.admit(request("u", 1), 0.0).engines == (0, 2)
+    ledger = fleet()
+    ledger.see(replace(engine(1), workers=0, reason="starting"))
+    with pytest.raises(EngineDied, match=r"1 engine\(s\) are dead or starting: 1 \(starting\)"):
+        ledger.admit(request("u", 1), 0.0)
 
 
 def test_quarantined_and_pending_engines_take_part() -> None:
@@ -265,6 +276,15 @@ def test_history_keeps_the_newest() -> None:
     assert ledger.get("u2") is None
     current = ledger.admit(request("u6", 6), 0.0)
     assert ledger.current is current
+
+
+def test_an_update_that_has_ended_keeps_its_size_and_lets_its_manifest_go() -> None:
+    ledger = fleet()
+    for update_id, end in (("a", lambda u: ledger.abort(u, Aborted("no"), 1.0)), ("b", lambda u: apply(ledger, u, True, True))):
+        update = ledger.admit(request(update_id, 1), 0.0)
+        end(update)
+        assert update.request.manifest.tensors == ()
+        assert (update.status.tensors, update.status.nbytes) == (len(MANIFEST.tensors), MANIFEST.nbytes)
 
 
 def test_the_ledger_loads_without_ray_torch_or_vllm() -> None:

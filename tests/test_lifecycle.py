@@ -133,6 +133,13 @@ def test_serve_with_a_bad_setting_says_which_key(tmp_path: Path) -> None:
     assert "engine.count: got 'none', want a valid integer" in done.stderr
 
 
+def test_serve_that_cannot_write_its_state_says_so(checkpoint: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "weightsync.cli", "serve", f"--engine.model={checkpoint(KIND, 1)}", "--api.port=0"]
+    done = subprocess.run([*command, f"--state_dir={tmp_path / 'file'}"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"state_dir: got '{tmp_path / 'file'}', want a folder to write in" in done.stderr
+
+
 def test_demo_of_three_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightsync.cli", "demo", "--steps", "3", "--engines", "1", "--json", "--out", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

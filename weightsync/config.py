@@ -31,7 +31,8 @@ class _Section(BaseModel):
 
 def default_state_dir() -> Path:
     """Where `serve` keeps its state when not told."""
-    return Path(os.environ.get("HOME") or "/tmp") / ".weightsync"
+    home = os.path.expanduser("~")  # also without HOME; a folder in /tmp that anybody can foresee could hold anybody's token
+    return Path(f"/tmp/weightsync-{os.getuid()}" if home == "~" else home) / ".weightsync"
 
 
 def namespace_of(fleet: str) -> str:

@@ -134,7 +134,7 @@ class UpdateRequest:
 
     Attributes:
         update_id: chosen by the trainer, so that a repeated request is the same update.
-        trainer_id: one per trainer process; a communicator belongs to one trainer.
+        trainer_id: whose communicator it is; a trainer that had to leave its communicator takes a new one.
         version: must be above the fleet's committed version.
         manifest: what will be sent.
         bucket_bytes: the unit of broadcast, bytes.

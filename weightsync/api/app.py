@@ -33,7 +33,7 @@ _GUARDED = "/v1"
 
 
 class Controller(Protocol):
-    """What the API asks of the fleet; `fleet.client.ControllerClient` is the real one."""
+    """What the API asks of the fleet; `fleet.cluster.Cluster` is the real one."""
 
     async def ask(self, method: str, *args: Any, timeout_seconds: float) -> Any:
         """Call the controller's method; raises `WeightSyncError`."""

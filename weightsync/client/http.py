@@ -1,7 +1,6 @@
 """HTTP to the service and the engines: deadlines, the token, and typed errors.
 
-Only calls that can be repeated without harm are tried again, and only when no
-connection came about.
+Nothing is tried again here; `retryable` of the error says whether that can help.
 
 Not covered: a server that sends its answer's head byte by byte (each byte starts
 the deadline anew), and asynchronous trainers (the calls are thread safe; use a thread).

@@ -60,6 +60,10 @@ class Rollouts:
                 continue
             except WeightSyncError as exc:
                 if type(exc) is WeightSyncError:  # vLLM's own form of error
+                    # Its 5xx is how a dying engine looks; a prompt that kills engines must not be passed around, so once only.
+                    if " answered 5" in exc.message and engine is None and len(tried) == 1:
+                        self.forget()
+                        continue
                     raise GenerationFailed(exc.message, engine=chosen.engine, hint="Check the prompt and the sampling parameters") from None
                 raise
             return _generation(answer, chosen.engine)

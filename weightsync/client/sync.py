@@ -49,7 +49,8 @@ class Published:
         self._request = request
         self._began = began
         self._deadline = began + request.timeout_seconds
-        self._read = threading.Event()
+        self._read = threading.Event()  # every tensor has been read, or never will be
+        self._all_read = False
         self._done = threading.Event()
         self._cancelled = threading.Event()
         self._error: WeightSyncError | None = None
@@ -74,9 +75,13 @@ class Published:
         """
         left = max(0.0, self._deadline - time.monotonic()) if timeout_seconds is None else timeout_seconds
         done = self._read.wait(left)
-        if not done and self._error is not None:
+        if done and not self._all_read and self._error is not None:
             raise self._error
         return done
+
+    def _has_read(self) -> None:
+        self._all_read = True
+        self._read.set()
 
     def sent(self) -> None:
         """Wait until everything has been sent.
@@ -220,7 +225,7 @@ class WeightSync:
         try:
             communicator = self._connect(published.admission, offered.device)
             published._seconds["connect"] = time.monotonic() - start
-            sender.send(communicator, published._deadline, published._cancelled.is_set, published._read.set)
+            sender.send(communicator, published._deadline, published._cancelled.is_set, published._has_read)
         except WeightSyncError as exc:
             published._error = exc
         except Exception as exc:  # the caller's progress callback, or a fault of ours: must reach commit()
@@ -230,6 +235,7 @@ class WeightSync:
             published._seconds |= sender.seconds
             if published._error is not None:
                 self._leave()
+            published._read.set()
             published._done.set()
 
     def _connect(self, admission: Admission, device: torch.device) -> Communicator:
@@ -286,7 +292,11 @@ class WeightSync:
             self._http.post(f"/v1/updates/{published.update_id}/abort", {"reason": reason[:300]}, _CONTROL_SECONDS)
         except WeightSyncError:
             pass  # ended, being applied, or unreachable: then its own deadline ends it
+        if self._published not in (None, published):
+            return  # a later update of this trainer is using the communicator
         self._leave()
+        # It may commit yet, and the workers then keep a communicator that this side has left: be a new trainer to them.
+        self._trainer_id = uuid.uuid4().hex
         if self._published is published:
             self._published = None
 

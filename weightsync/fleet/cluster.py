@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,8 +36,8 @@ from weightsync.errors import ConfigError, InternalError, ServiceUnreachable, We
 
 logger = logging.getLogger(__name__)
 
-#: Settings that live engines and their Ray were started with; a fleet can only be adopted with the same.
-_FIXED = ("engine", "ray")
+#: Settings that live engines and their Ray were started with, as (section, keys); a fleet can only be adopted with the same.
+_FIXED: dict[str, tuple[str, ...]] = {"engine": (), "ray": (), "api": ("host", "max_request_bytes"), "sync": ("reset_caches",)}
 _STOP_SECONDS = 20.0
 _GRACE_SECONDS = 5.0
 
@@ -53,12 +54,15 @@ class Cluster:
 
     def __init__(self, settings: config.Settings) -> None:
         self.home = settings.home
-        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = _take_lock(self.home)
         self.token_file = self.home / "token"
-        token = settings.api.token.get_secret_value() if settings.api.token else _kept_secret(self.token_file)
-        if settings.api.token:
-            _write_secret(self.token_file, token)
+        try:
+            self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = _take_lock(self.home)
+            token = settings.api.token.get_secret_value() if settings.api.token else _kept_secret(self.token_file)
+            if settings.api.token:
+                _write_secret(self.token_file, token)
+        except OSError as exc:
+            raise ConfigError(f"state_dir: got '{settings.state_dir}', want a folder to write in ({exc})") from None
         self.token = token
         self.settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": _secret(token)})})
         self._controller: Any = None
@@ -83,7 +87,7 @@ class Cluster:
             if state and _alive(state["ray_pid"], state["temp_dir"]):
                 self._require_same(state)
                 self._owned = True
-                address = state["ray_address"]
+                address = _address(Path(state["temp_dir"]), lambda: _alive(state["ray_pid"], state["temp_dir"]))
                 logger.info("adopting the fleet at %s", address)
             else:
                 address = self._start_ray()
@@ -114,20 +118,13 @@ class Cluster:
                 env={**os.environ, **_ray_environment(), **_ray_token(self.home)},
             )  # fmt: skip
         self._ray_process, self._owned = process, True
-        where = self._temp / "ray_current_cluster"
-        deadline = time.monotonic() + 60
-        while not (where.is_file() and where.read_text().strip()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise InternalError(f"Ray did not start: {_tail(log)}", hint=f"See {log}")
-            time.sleep(0.05)
-        state = {
-            "ray_pid": process.pid,
-            "ray_address": where.read_text().strip(),
-            "temp_dir": str(self._temp),
-            "settings": _fixed(self.settings),
-        }
+        # Before Ray is up: whoever comes after a kill at any moment must find it.
+        state = {"ray_pid": process.pid, "temp_dir": str(self._temp), "settings": _fixed(self.settings)}
         _write_secret(self.home / "fleet.json", json.dumps(state))
-        return str(state["ray_address"])
+        try:
+            return _address(self._temp, lambda: process.poll() is None)
+        except InternalError as exc:
+            raise InternalError(f"{exc.message}: {_tail(log)}", hint=f"See {log}") from None
 
     async def _start_actors(self) -> None:
         import ray
@@ -188,6 +185,17 @@ class Cluster:
             differ.append("api.token: the running engines have another one")
         if differ:
             raise ConfigError("; ".join(differ), hint="Use the same settings, or end the fleet with `weightsync stop` first")
+
+
+def _address(temp_dir: Path, alive: Callable[[], bool]) -> str:
+    """Where a Ray that was started with this folder can be joined; waits while it comes up."""
+    where = temp_dir / "ray_current_cluster"
+    deadline = time.monotonic() + 60
+    while not (where.is_file() and where.read_text().strip()):
+        if not alive() or time.monotonic() > deadline:
+            raise InternalError("Ray did not start")
+        time.sleep(0.05)
+    return where.read_text().strip()
 
 
 def _ray_token(home: Path) -> dict[str, str]:
@@ -268,9 +276,10 @@ async def stop_left_fleet(home: Path) -> bool:
 
             namespace = config.namespace_of(home.name)
             try:
-                ray.init(address=state["ray_address"], namespace=namespace, log_to_driver=False, configure_logging=False)
+                address = _address(Path(state["temp_dir"]), lambda: _alive(int(state["ray_pid"]), str(state["temp_dir"])))
+                ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
                 await _stop_actors(namespace)
-            except (ConnectionError, RuntimeError) as exc:
+            except (ConnectionError, RuntimeError, InternalError) as exc:
                 logger.warning("its Ray does not answer and is ended as it is: %s", exc)
         return await asyncio.to_thread(end_ray, home)
 
@@ -302,7 +311,8 @@ def _state(home: Path) -> dict[str, Any] | None:
 def _fixed(settings: config.Settings) -> dict[str, Any]:
     data = config.dump(settings)
     token = hashlib.sha256(str(data["api"]["token"]).encode()).hexdigest()
-    return {**{section: data[section] for section in _FIXED}, "token": token}
+    fixed = {section: {key: data[section][key] for key in keys or data[section]} for section, keys in _FIXED.items()}
+    return {**fixed, "token": token}
 
 
 def _secret(text: str) -> Any:

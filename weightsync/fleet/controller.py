@@ -28,6 +28,7 @@ from weightsync.codec import decode, encode
 from weightsync.errors import (
     Aborted,
     DeadlineExceeded,
+    InternalError,
     ManifestRefused,
     ProtocolMismatch,
     Refused,
@@ -140,6 +141,8 @@ class Controller:
             refusals = [r for r in reports if isinstance(r, BaseException)]
             if refusals:
                 raise next((r for r in refusals if isinstance(r, Refused)), refusals[0])
+            if update.state.final:  # somebody aborted it meanwhile
+                raise Aborted(str((update.error or {}).get("message", "aborted")))
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else UpdateFailed(f"{type(exc).__name__}: {exc}")
             await self._abort(update, error)
@@ -206,6 +209,9 @@ class Controller:
                     raise DeadlineExceeded("staged, and no commit came before the update's deadline", phase=str(Phase.STAGE))
         except WeightSyncError as exc:
             await self._abort(update, exc)
+        except Exception as exc:  # an update that nobody watches would be under way for ever
+            logger.exception("watching update %s failed", update.request.update_id)
+            await self._abort(update, InternalError(f"{type(exc).__name__}: {exc}"))
 
     async def _poll_engine(self, update: Update, ordinal: int) -> bool:
         reports = await call(self._roster.handle(ordinal).poll, timeout_seconds=self._settings.sync.control_timeout_seconds, engine=ordinal)
@@ -296,7 +302,8 @@ class Controller:
                 engine=ordinal,
             )
             return decode(EngineVerdict, answer)
-        except WeightSyncError as exc:
+        except Exception as raised:  # whatever it is, every engine gets a verdict: without one the update never ends
+            exc = raised if isinstance(raised, WeightSyncError) else InternalError(f"{type(raised).__name__}: {raised}")
             exc.update_id, exc.engine, exc.phase = request.update_id, ordinal, str(Phase.APPLY)
             self._ledger.lose(ordinal, exc.code)
             return EngineVerdict(ordinal, False, None, self._ledger.engines[ordinal].state, error=exc.to_dict())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from typing import Any
@@ -25,13 +26,15 @@ import uvicorn
 
 from weightsync import config
 from weightsync.codec import decode, encode
-from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, WeightSyncError
+from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, VerdictNotOk, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 
 logger = logging.getLogger(__name__)
+
+_LINGER_SECONDS = 2.0
 
 
 class EngineActor:
@@ -55,6 +58,8 @@ class EngineActor:
         self._url = ""
         self._workers = 0
         self._starting: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._stopping = False
         self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
 
     @answers
@@ -73,13 +78,16 @@ class EngineActor:
             if report["error"]:
                 self._state, self._reason = EngineState.QUARANTINED, report["error"]["code"]
                 raise WeightSyncError.from_dict(report["error"])
-        gate = Gate(await self._engine.application(), self._token(), self._refusal, self._settings.api.max_request_bytes)
+        application = await self._engine.application()
+        gate = Gate(application, self._token(), self._refusal, self._settings.api.max_request_bytes)
         sock = socket.create_server((self._settings.api.host, self._port()))
-        host, port = sock.getsockname()[:2]
-        self._url = f"http://{host}:{port}"
         self._server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
-        self._reason = "pending_weights"
+        host, port = sock.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):  # an address to listen on, not one to call
+            host = ray.util.get_node_ip_address()
+        self._url, self._reason = f"http://{host}:{port}", "pending_weights"
 
     def _token(self) -> str:
         token = self._settings.api.token
@@ -98,15 +106,31 @@ class EngineActor:
 
     @answers
     async def describe(self) -> dict[str, Any]:
-        """What the controller asks again and again; never touches a worker. A restarted actor starts itself here."""
+        """What the controller asks again and again; never touches a worker.
+
+        A restarted actor starts itself here, and one whose vLLM has died ends its process, so that Ray restarts it.
+        """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(_log_failure)
-        return self._describe()
+        answer = self._describe()
+        if self._state == EngineState.DEAD and self._ending is None and not self._stopping:
+            self._ending = asyncio.create_task(self._end())
+        return answer
+
+    async def _end(self) -> None:
+        logger.error("engine %d ends to be restarted: %s", self._ordinal, self._reason)
+        await asyncio.sleep(_LINGER_SECONDS)  # the verdict of an update under way, and the answer to who asked, go out first
+        if self._engine is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.to_thread(self._engine.shutdown), _LINGER_SECONDS)
+        os._exit(1)
 
     def _describe(self) -> dict[str, Any]:
         if self._engine is not None and not self._engine.alive:
             self._state, self._reason = EngineState.DEAD, "engine_core_died"
+        elif self._starting is not None and self._starting.done() and self._starting.exception() is not None:
+            self._state, self._reason = EngineState.DEAD, "start_failed"
         status = EngineStatus(
             engine=self._ordinal,
             state=self._state,
@@ -123,6 +147,10 @@ class EngineActor:
     @answers
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell every worker of an update; their reports, by rank."""
+        if busy := [update_id for update_id, task in self._commits.items() if not task.done()]:
+            raise UpdateConflict(
+                f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
+            )
         return await self._live().rpc("weightsync_begin", order)
 
     @answers
@@ -163,9 +191,10 @@ class EngineActor:
             seconds[phase] = time.monotonic() - began
             for phase, method in ((Phase.APPLY, "weightsync_apply"), (Phase.VERIFY, "weightsync_verdict")):
                 start = time.monotonic()
+                wrote = True  # until every worker has said that it did not
                 reports = [decode(WorkerReport, r) for r in await engine.rpc(method, update_id)]
                 seconds[phase] = time.monotonic() - start
-                wrote = wrote or any(r.wrote for r in reports) or phase == Phase.VERIFY
+                wrote = any(r.wrote for r in reports) or phase == Phase.VERIFY
                 checks = _sum_checks(reports)
                 for report in reports:
                     if report.error is not None:
@@ -173,7 +202,7 @@ class EngineActor:
             phase = Phase.RESUME
             start = time.monotonic()
             if self._settings.sync.reset_caches and not await engine.reset_caches():
-                checks["cache_not_clean"] = 1
+                raise VerdictNotOk("caches of the old weights could not be dropped", hint="Sync again; see the engine's log")
             await engine.set_version(version)
             await engine.resume()
             seconds[phase] = time.monotonic() - start
@@ -206,6 +235,7 @@ class EngineActor:
     @answers
     async def stop(self) -> None:
         """End the HTTP application and vLLM's processes. The actor itself is killed by the caller."""
+        self._stopping = True
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=3)
@@ -239,7 +269,7 @@ def engine_options(settings: config.Settings, ordinal: int) -> dict[str, Any]:
         "lifetime": "detached",
         "num_cpus": engine.cpus,
         "num_gpus": 0 if on_cpu else (1 if engine.gpus is None else engine.gpus),
-        "max_restarts": 3,
+        "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 64,
         "runtime_env": {"env_vars": environment},

@@ -21,6 +21,7 @@ from weightsync.protocol import (
     EngineState,
     EngineStatus,
     EngineVerdict,
+    Manifest,
     UpdateRequest,
     UpdateState,
     UpdateStatus,
@@ -51,6 +52,13 @@ class Update:
     error: dict[str, Any] | None = None
     communicator: CommunicatorInfo | None = None
 
+    def __post_init__(self) -> None:
+        self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
+
+    def forget_manifest(self) -> None:
+        """Let the manifest go when the update has ended: 35 MB at 100,000 tensors, for every update that is remembered."""
+        self.request = replace(self.request, manifest=Manifest(()))
+
     def move(self, state: UpdateState) -> None:
         """Go on to `state`; a step that the table above does not have is a bug of the caller."""
         assert state in _NEXT[self.state], f"update {self.request.update_id}: {self.state} → {state}"
@@ -62,8 +70,8 @@ class Update:
             update_id=self.request.update_id,
             version=self.request.version,
             state=self.state,
-            tensors=len(self.request.manifest.tensors),
-            nbytes=self.request.manifest.nbytes,
+            tensors=self._tensors,
+            nbytes=self._nbytes,
             began_unix_seconds=self.began,
             ended_unix_seconds=self.ended,
             seconds=dict(self.seconds),
@@ -156,16 +164,17 @@ class Ledger:
                 hint=f"Use a version of {floor + 1} or more; a restarted trainer goes on from the fleet's version",
                 update_id=request.update_id,
             )
-        able = tuple(sorted(e.engine for e in self.engines.values() if e.state != EngineState.DEAD))
+        # An engine without workers is on its way up, and not there yet.
+        unable = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
+        able = tuple(sorted(set(self.engines) - {e.engine for e in unable}))
         if not able:
             raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
         if len(able) < self.require:
-            dead = [e for e in self.engines.values() if e.state == EngineState.DEAD]
             raise EngineDied(
-                f"{len(dead)} engine(s) are dead: {', '.join(f'{e.engine} ({e.reason})' for e in dead)}; "
+                f"{len(unable)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason})' for e in unable)}; "
                 f"{self.require} must commit and {len(able)} can. Nothing was changed",
                 hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
-                engine=dead[0].engine if dead else None,
+                engine=unable[0].engine if unable else None,
                 update_id=request.update_id,
             )
         update = Update(request, able, now)
@@ -176,6 +185,7 @@ class Ledger:
         """End an update before any engine was told to apply."""
         update.move(UpdateState.ABORTED)
         update.ended, update.error = now, error.to_dict()
+        update.forget_manifest()
         self._trim()
 
     def conclude(self, update: Update, verdicts: Sequence[EngineVerdict], now: float) -> bool:
@@ -198,6 +208,7 @@ class Ledger:
                 )
         update.move(UpdateState.COMMITTED if enough else UpdateState.ABORTED)
         update.ended = now
+        update.forget_manifest()
         self._trim()
         return enough
 

@@ -8,6 +8,7 @@ Not covered: several data-parallel ranks inside one engine (refused in `config`)
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from argparse import Namespace
@@ -20,6 +21,7 @@ from weightsync.errors import UnsupportedEngine
 logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 256 << 20
+_RESET_TRIES = 5
 #: What vLLM reads from the environment of an engine actor on a CPU. Workers of two
 #: engines would otherwise pin themselves to the same core, and a compiled sampler
 #: costs the first request many seconds.
@@ -105,8 +107,13 @@ class Engine:
         await self.llm.engine_core.resume_scheduler_async()
 
     async def reset_caches(self) -> bool:
-        """Drop what was computed from old weights, running requests and connectors included."""
-        done = bool(await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+        """Drop what was computed from old weights, running requests and connectors included; whether that is done."""
+        done = False
+        for _ in range(_RESET_TRIES):
+            done = bool(await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+            if done:
+                break
+            await asyncio.sleep(0.01)  # blocks of a request that is just ending come free at the next turn
         if self.llm.vllm_config.model_config.is_multimodal_model:
             await self.llm.reset_mm_cache()
             await self.llm.reset_encoder_cache()
@@ -119,10 +126,6 @@ class Engine:
     @property
     def alive(self) -> bool:
         return not self.llm.errored
-
-    @property
-    def model_dtype(self) -> str:
-        return str(self.llm.vllm_config.model_config.dtype).removeprefix("torch.")
 
     def shutdown(self) -> None:
         self.llm.shutdown()

@@ -15,6 +15,7 @@ values derived from weights outside the layers' own post-processing.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ApplyFailed, InternalError, UnsupportedEngine, UpdateConflict, VerdictNotOk, WeightSyncError
+from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
 from weightsync.protocol import BeginOrder, WorkerReport
 from weightsync.transport.communicator import Communicator
 from weightsync.worker import loadmap, vllm_compat
@@ -58,6 +59,8 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         self._base = loadmap.record(self._twin(), loadmap.checkpoint_specs(folder))
         self._map = self._base
+        self._heads: dict[str, list[str]] = {}
+        self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread
         self._receiver: Receiver | None = None
         self._communicator: Communicator | None = None
         self._state = "none"
@@ -78,30 +81,52 @@ class Applier:
         current = self._receiver
         if current is not None and current.order.request.update_id == order.request.update_id:
             return self.report()
-        if current is not None and self._state in ("receiving", "staged"):
-            raise UpdateConflict(f"update {current.order.request.update_id} is under way in this worker", update_id=order.request.update_id)
+        if current is not None:
+            # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
+            # controller, and its staging would stand in the way of this one's.
+            self.abort(current.order.request.update_id)
         self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
-        self._receiver = Receiver(order, self.rank, self.device, lambda: self._connect(order))
+        self._heads = loadmap.tied_heads(self._map) if self._tied else {}
+        self._receiver = Receiver(order, self.rank, self._landing(order), lambda: self._connect(order))
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
 
+    def _landing(self, order: BeginOrder) -> torch.device:
+        """Where buckets arrive: a trainer with CPU tensors reaches an engine on any device over gloo."""
+        return self.device if order.request.transport == "nccl" else torch.device("cpu")
+
     def _connect(self, order: BeginOrder) -> Communicator:
         """The communicator of this generation; kept between updates. Runs in the receiving thread."""
+        self._require_current(order)
         held = self._communicator
         if held is not None and held.open and held.info == order.communicator:
             return held
         if held is not None:
             held.close()
-        self._communicator = Communicator(
+        made = Communicator(
             order.communicator,
             order.rank_offset + self.rank,
-            self.device,
+            self._landing(order),
             connect_seconds=order.connect_seconds,
             operation_seconds=order.request.timeout_seconds,
             interface=order.interface,
         )
-        return self._communicator
+        with self._lock:
+            current = self._is_current(order)
+            if current:
+                self._communicator = made
+        if not current:  # this took so long that a later update may have its own by now
+            made.close()
+        self._require_current(order)
+        return made
+
+    def _is_current(self, order: BeginOrder) -> bool:
+        return self._receiver is not None and self._receiver.order is order
+
+    def _require_current(self, order: BeginOrder) -> None:
+        if not self._is_current(order):
+            raise Aborted("the update was aborted before its trainer and workers had met", update_id=order.request.update_id)
 
     def report(self) -> WorkerReport:
         """Where the update stands; answers at once."""
@@ -112,7 +137,8 @@ class Applier:
             if receiver.error is not None:
                 self._state, self._error = "failed", receiver.error
             elif receiver.staged:
-                self._state = "staged"
+                self._error = self._other_heads(receiver)
+                self._state = "failed" if self._error else "staged"
         return WorkerReport(
             rank=self.rank,
             update_id=receiver.order.request.update_id,
@@ -125,6 +151,18 @@ class Applier:
             checks=dict(self._checks),
         )
 
+    def _other_heads(self, receiver: Receiver) -> WeightSyncError | None:
+        """An output head that was sent beside the embedding it is tied to, with other values."""
+        index = {spec.name: number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
+        for head, sources in self._heads.items():
+            if all(receiver.digests[index[head]] != receiver.digests[index[source]] for source in sources):
+                return ManifestRefused(
+                    f"{head!r} has other values than the embedding, which is this model's output head too",
+                    hint="Leave it out, or start the engines from a checkpoint whose config.json does not tie the two",
+                    names=[head],
+                )
+        return None
+
     def apply(self, update_id: str) -> WorkerReport:
         """Write the staged update into the live storage. The engine must be paused."""
         receiver = self._expect(update_id, "staged")
@@ -134,7 +172,8 @@ class Applier:
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for index, spec in enumerate(receiver.order.request.manifest.tensors):
-                yield spec.name, receiver.tensor(index)
+                if spec.name not in self._heads:  # a cold load passes over it; a reload would write it into the embedding
+                    yield spec.name, receiver.tensor(index)
                 taken.append(spec.name)
 
         reload = vllm_compat.Reload(self.model, self.vllm_config)
@@ -149,6 +188,7 @@ class Applier:
                 at = receiver.order.request.manifest.tensors[min(len(taken), len(receiver.order.request.manifest.tensors) - 1)].name
                 exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
             self._state, self._error = "failed", exc
+            receiver.discard()  # the next update, which is to repair this, needs the memory
         self._checks |= {key: count for key, count in reload.counts.items() if count}
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
@@ -195,6 +235,7 @@ class Applier:
                 hint="Sync again; if it comes back, restart this engine and report its model",
                 names=bad,
             )
+            receiver.discard()
         else:
             self._state, self._wrote = "verified", False
             receiver.discard()
@@ -207,8 +248,9 @@ class Applier:
             receiver.discard()
             if self._state in ("receiving", "staged"):
                 # The stream may stand in the middle of an update; both sides start a new one.
+                with self._lock:
+                    self._state, self._receiver = "none", None
                 self._close_communicator()
-                self._state, self._receiver = "none", None
         return self.report()
 
     def _close_communicator(self) -> None:

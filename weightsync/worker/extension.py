@@ -67,4 +67,6 @@ class WeightSyncExtension:
         return answer
 
     def _weightsync_failed(self, error: WeightSyncError) -> WorkerReport:
-        return WorkerReport(int(getattr(self, "rank", 0)), error.update_id or "", "failed", error=error.to_dict())
+        applier: Applier | None = getattr(self, "_weightsync_applier", None)
+        wrote = applier is not None and applier.report().wrote
+        return WorkerReport(int(getattr(self, "rank", 0)), error.update_id or "", "failed", error=error.to_dict(), wrote=wrote)

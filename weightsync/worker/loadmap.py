@@ -147,7 +147,7 @@ def admit(manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Mo
         manifest: what the trainer offers.
         base: the map of the checkpoint that the engine started from.
         make_twin: builds a meta twin; called only when the manifest differs from `base`.
-        tied: the model's output head is its embedding, so a separate head may be sent and is ignored.
+        tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
 
     Returns:
         The map of this manifest.
@@ -194,14 +194,15 @@ def _compare_known(offered: dict[str, TensorSpec], base: LoadMap) -> None:
 
 def _compare_maps(found: LoadMap, base: LoadMap, tied: bool) -> None:
     """What the loaders made of the manifest against what they made of the engine's own checkpoint."""
+    heads = tied_heads(found) if tied else {}
     unknown = [
         name
         for name in found.specs
-        if name not in found.writes
-        and not (name in base.specs and name not in base.writes)
-        and not (tied and name.endswith("lm_head.weight"))
+        if name not in found.writes and not (name in base.specs and name not in base.writes) and not heads.get(name)
     ]
     want, have = base.elements(), found.elements()
+    # What the engine's own checkpoint leaves as it was made would keep this update's value in all later ones.
+    unknown += [name for name, regions in found.writes.items() if name not in base.specs and any(r[0] not in want for r in regions)]
     short = {path for path, count in want.items() if have.get(path, 0) < count}
     missing = [name for name, regions in base.writes.items() if name not in found.writes and any(r[0] in short for r in regions)]
     # A parameter can be short without a name of ours missing, when the loader saw other names for it.
@@ -218,6 +219,13 @@ def _compare_maps(found: LoadMap, base: LoadMap, tied: bool) -> None:
             },
             unknown + missing + list(found.twice) + dtype,
         )
+
+
+def tied_heads(found: LoadMap) -> dict[str, list[str]]:
+    """Output heads that a tied model's loader passes over, each with the tensors that it must be a copy of one of."""
+    heads = [spec for name, spec in found.specs.items() if name not in found.writes and name.endswith("lm_head.weight")]
+    taken = [spec for spec in found.specs.values() if spec.name in found.writes]
+    return {head.name: [s.name for s in taken if (s.shape, s.dtype) == (head.shape, head.dtype)] for head in heads}
 
 
 def _refusal(kinds: dict[str, list[str]], names: Sequence[str], loader: str = "") -> ManifestRefused:

@@ -33,7 +33,8 @@ class Receiver:
     Args:
         order: what to receive and where to meet.
         rank: this worker's rank within its engine.
-        device: the worker's device; CUDA buckets are received there and moved to the host.
+        device: where the transport lands buckets: the worker's CUDA device under NCCL, from where they are moved
+            to the host, and the CPU under gloo.
         connect: returns the communicator of the order's generation, making it if need be.
 
     Raises:
@@ -56,6 +57,7 @@ class Receiver:
         self.staging: torch.Tensor | None = torch.empty(self.plan.stream_bytes, dtype=torch.uint8)
         self.error: WeightSyncError | None = None
         self.staged = False
+        self.digests: dict[int, digest.Digest] = {}
         self.tensors = 0
         self.nbytes = 0
         self.seconds: dict[str, float] = {}
@@ -130,6 +132,7 @@ class Receiver:
         for index, sent in zip(bucket.complete, digest.unpack(packed.cpu()), strict=True):
             if digest.digest_tensor(self.tensor(index)) != sent:
                 wrong.append(specs[index].name)
+            self.digests[index] = sent
         if wrong:
             raise DigestMismatch(
                 f"{len(wrong)} tensor(s) arrived with other bytes than were sent: {', '.join(wrong[:20])}",

@@ -180,7 +180,11 @@ class Reload:
         stock = layerwise._copy_and_restore_kernel_tensors
         layerwise._copy_and_restore_kernel_tensors = self._place(stock)
         self._context.callback(setattr, layerwise, "_copy_and_restore_kernel_tensors", stock)
-        layerwise.initialize_layerwise_reload(self._model)
+        try:
+            layerwise.initialize_layerwise_reload(self._model)
+        except BaseException as exc:  # a failing __enter__ gets no __exit__
+            self.__exit__(type(exc), exc, exc.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: Any) -> None:
