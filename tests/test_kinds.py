@@ -15,7 +15,15 @@ from tests.fleets import Fleet, answers
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "fp8-channel", "w4a16", "mla", "qwen3-moe", "int8-channel"])
+KINDS = [
+    "qwen3-tied",
+    "qwen3-moe",
+    "w4a16",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8-channel", "mla", "int8-channel")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_engine_equals_a_cold_one_to_new_weights_and_back(kind: str, checkpoint: Any, tensors: Any, cold: Any, tmp_path: Any) -> None:
     fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet").ready()
     try:

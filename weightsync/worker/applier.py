@@ -25,8 +25,9 @@ import torch
 
 from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
 from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
-from weightsync.worker import loadmap, vllm_compat
+from weightsync.worker import guard, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 
 #: Address, shape, stride and dtype of a registered tensor.
@@ -37,7 +38,8 @@ class Applier:
     """State of one worker between RPCs.
 
     Args:
-        model: the live model.
+        model: the live model, after graphs were captured.
+        runner: vLLM's model runner, whose buffers captured graphs read too.
         vllm_config: the engine's configuration.
         device: the worker's device.
         rank: rank within the engine.
@@ -46,15 +48,17 @@ class Applier:
         UnsupportedEngine: this vLLM version or a layer of this model has not been proved.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rank: int) -> None:
+    def __init__(self, model: torch.nn.Module, runner: object, vllm_config: Any, device: torch.device, rank: int) -> None:
         vllm_compat.require_supported()
-        if unproved := vllm_compat.unproved_layers(model, device):
+        if unproved := vllm_compat.unproved_layers(model):
             raise UnsupportedEngine(
                 f"{len(unproved)} layer(s) would keep stale values after an update: {', '.join(unproved[:3])}",
                 hint="Serve a model without them",
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
         self._seal = _registered(model)
+        self._guard = guard.Guard(model, runner, device, graphs=not vllm_config.model_config.enforce_eager)
+        self._repaired = Adoption()
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
         folder = Path(str(vllm_config.model_config.model))
         self._base = loadmap.record(self._twin(), loadmap.checkpoint_specs(folder))
@@ -74,7 +78,8 @@ class Applier:
 
     def describe(self) -> WorkerReport:
         """What was sealed at the start."""
-        return WorkerReport(self.rank, "", "none", checks={"addresses": len(self._seal)})
+        sealed = self._guard.sealed
+        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={"addresses": len(self._seal), **sealed.counts})
 
     def begin(self, order: BeginOrder) -> WorkerReport:
         """Admit an update and start receiving it. Beginning the same update again only reports."""
@@ -182,6 +187,7 @@ class Applier:
                 self.model.load_weights(stream())
                 self._require_complete(receiver, taken, reload.waiting())
                 reload.finish()
+                self._repaired = self._guard.repair()
             self._state = "applied"
         except Exception as exc:
             if not isinstance(exc, WeightSyncError):
@@ -189,7 +195,7 @@ class Applier:
                 exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
             self._state, self._error = "failed", exc
             receiver.discard()  # the next update, which is to repair this, needs the memory
-        self._checks |= {key: count for key, count in reload.counts.items() if count}
+        self._checks |= {key: count for key, count in (reload.counts | self._repaired.counts).items() if count}
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
 
@@ -225,20 +231,20 @@ class Applier:
         waiting = vllm_compat.reload_waiting(self.model)
         now = _registered(self.model)
         changed = sorted(path for path in self._seal.keys() | now.keys() if self._seal.get(path) != now.get(path))
-        self._checks["addresses"] = len(self._seal)
+        verdict = self._guard.verify(self._repaired)
+        self._checks |= {"addresses": len(self._seal), **{key: count for key, count in verdict.counts.items() if count}}
         self._seconds["verify"] = time.monotonic() - began
+        receiver.discard()
         if waiting or changed:
             bad = [*waiting, *changed]
-            self._state = "failed"
             self._error = VerdictNotOk(
                 f"{len(waiting)} layer(s) unfinished, {len(changed)} tensor(s) moved or changed layout: {', '.join(bad[:20])}",
                 hint="Sync again; if it comes back, restart this engine and report its model",
                 names=bad,
             )
-            receiver.discard()
         else:
-            self._state, self._wrote = "verified", False
-            receiver.discard()
+            self._error = self._guard.broken(self._repaired, verdict)
+        self._state, self._wrote = ("failed", True) if self._error else ("verified", False)
         return self.report()
 
     def abort(self, update_id: str) -> WorkerReport:

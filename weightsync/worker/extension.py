@@ -18,7 +18,11 @@ import torch
 from weightsync.codec import decode, encode
 from weightsync.errors import InternalError, WeightSyncError
 from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.storage import census
 from weightsync.worker.applier import Applier
+
+# vLLM imports this module in every worker before the model is loaded: no graph is captured unseen.
+census.install()
 
 
 class WeightSyncExtension:
@@ -52,7 +56,7 @@ class WeightSyncExtension:
         applier = getattr(self, "_weightsync_applier", None)
         if applier is None:
             worker: Any = self
-            applier = Applier(worker.get_model(), worker.vllm_config, torch.device(worker.device), int(worker.rank))
+            applier = Applier(worker.get_model(), worker.model_runner, worker.vllm_config, torch.device(worker.device), int(worker.rank))
             self._weightsync_applier = applier
         return applier
 

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightsync.errors import UnsupportedEngine
+from weightsync.storage.adopt import rebind_temporaries
 
 #: Versions on which the reload functions used here were read and run.
 PROVED_VERSIONS = ("0.32.0", "0.33.0")
@@ -44,6 +45,8 @@ PROVED_SOURCES = {
     "_copy_and_restore_kernel_tensors": {"c98331c098210ea3"},
     "_place_kernel_tensors": {"9a7d866d7e5dcac8"},
 }
+#: Names of tensors that hold a raw pointer of C++'s, and no value.
+FOREIGN_HANDLES = (".handler_tensor",)
 #: How deep `_holds_foreign` looks: layer → quantisation method → scheme → kernel → handler.
 _DEPTH = 5
 
@@ -99,12 +102,11 @@ def require_supported() -> None:
             )
 
 
-def unproved_layers(model: torch.nn.Module, device: torch.device) -> list[str]:
+def unproved_layers(model: torch.nn.Module) -> list[str]:
     """Layers that may be stale after an update, as `path (why)`; empty when all is well.
 
-    On CUDA a quantised mixture of experts can leave captured graphs reading old
-    storage. A tied layer is post-processed once more after an update, which only
-    unquantised ones are known to bear.
+    A tied layer is post-processed once more after an update, which only unquantised
+    ones are known to bear.
     """
     found: list[str] = []
     owners: dict[int, str] = {}
@@ -112,9 +114,7 @@ def unproved_layers(model: torch.nn.Module, device: torch.device) -> list[str]:
         method = type(getattr(layer, "quant_method", None)).__name__
         unquantised = method.startswith(("Unquantized", "NoneType"))
         tied = [p for p in layer._parameters.values() if p is not None and owners.setdefault(id(p), path) != path]
-        if type(layer).__name__ == "RoutedExperts" and device.type != "cpu" and not unquantised:
-            found.append(f"{path} (mixture of experts, {method} on {device.type})")
-        elif tied and not unquantised:
+        if tied and not unquantised:
             found.append(f"{path} (tied, {method})")
     return found
 
@@ -226,11 +226,8 @@ class Reload:
             temporaries = {name: t for name in (*parameters, *buffers) if isinstance(t := getattr(layer, name, None), torch.Tensor)}
             pinned = [t.untyped_storage() for t in temporaries.values()] if _holds_foreign(layer) else []
             stock(layer, info)
-            for name, temporary in temporaries.items():
-                registered = getattr(layer, name)
-                if registered is not temporary and _layout(registered) == _layout(temporary):
-                    temporary.data = registered.data
-                    self.counts["temporaries_rebound"] += 1
+            registered = {name: getattr(layer, name) for name in temporaries}
+            self.counts["temporaries_rebound"] += len(rebind_temporaries(temporaries, registered).rebound)
             _PINNED[layer] = pinned
             self.counts["layers_pinned"] += bool(pinned)
 
@@ -266,10 +263,6 @@ def reload_waiting(model: torch.nn.Module) -> dict[str, int]:
 def _experts_of(layer: torch.nn.Module) -> Any:
     """The experts implementation inside a mixture-of-experts layer's kernel; None in other layers."""
     return getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 def _holds_foreign(layer: torch.nn.Module) -> bool:

@@ -1,0 +1,265 @@
+"""Captured storages, held: a pin for each path, and what a contract needs to know of it.
+
+A graph holds addresses, not references. A strong reference to each storage keeps its
+memory from being handed to somebody else: what would have been a read of freed memory
+becomes a stale value, which a repair can mend.
+
+Not covered: a storage that somebody resizes lets go of its memory however many hold it
+(`Pins.broken` says so); tensors without one plain storage (sparse, nested, quantised
+wrappers), which can't be pinned and are listed in `Pins.opaque`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from weightsync.storage import fields
+from weightsync.storage.contract import Kind, Layout, Place, Slot
+from weightsync.storage.owners import Walk
+
+_layouts: dict[tuple[Any, ...], Layout] = {}
+
+
+def place(tensor: torch.Tensor) -> Place | None:
+    """Where a tensor lies: address of its storage (0 on meta, or when empty) and layout; None if it has no storage of its own.
+
+    Equal layouts are one object, which is what makes comparing thousands of places fast.
+    """
+    try:
+        offset = tensor.storage_offset()
+        key = (tensor.dtype, tensor.shape, tensor.stride(), offset)
+        layout = _layouts.get(key)
+        if layout is None:
+            layout = _layouts[key] = Layout(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride(), offset)
+        pointer = tensor.data_ptr()
+        return (pointer - offset * tensor.element_size() if pointer else 0), layout
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return None
+
+
+def places(found: Walk, wanted: Iterable[str] = ()) -> dict[str, Place]:
+    """Where every path of a walk leads. Paths wanted beyond those are resolved through the walk's aliases."""
+    out: dict[str, Place] = {}
+    with torch._C.DisableTorchFunctionSubclass():  # no subclass has a say in where it lies
+        for path, tensor in found.tensors.items():
+            if (at := _readable_place(tensor)) is not None:
+                out[path] = at
+        for path in wanted:
+            if path not in out and (other := found.resolve(path)) is not None and (at := _readable_place(other)) is not None:
+                out[path] = at
+    return out
+
+
+def _readable_place(tensor: torch.Tensor) -> Place | None:
+    # Asking a fake tensor for its pointer warns, and in some versions raises.
+    return None if type(tensor).__module__.startswith("torch._subclasses") else place(tensor)
+
+
+def storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Path to storage address, of tensors that have memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        at = {path: _readable_place(tensor) for path, tensor in tensors.items()}
+    return {path: found[0] for path, found in at.items() if found is not None and found[0]}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """One path's view of one storage, which stays alive as long as this does.
+
+    Args:
+        path: where it was found; `<anonymous …>` for a tensor without an owner.
+        address: of the storage when it was pinned; 0 when it had no memory.
+        nbytes: of the storage.
+        layout: of the view.
+        storage: the storage itself.
+        dtype, device: what a new view is made with.
+        parameter: whether the owner was a Parameter.
+    """
+
+    path: str
+    address: int
+    nbytes: int
+    layout: Layout
+    storage: Any
+    dtype: Any
+    device: Any
+    parameter: bool
+
+    @property
+    def place(self) -> Place:
+        """What the path led to when it was pinned."""
+        return self.address, self.layout
+
+    @property
+    def intact(self) -> bool:
+        """Whether the storage still has its memory."""
+        return bool(self.storage.data_ptr() == self.address and self.storage.nbytes() == self.nbytes)
+
+    def view(self) -> torch.Tensor:
+        """A plain tensor over the pinned memory: never an inference tensor, so that anybody may write through it.
+
+        Raises:
+            RuntimeError: this dtype can't be viewed (quantised).
+        """
+        with torch.inference_mode(False):
+            bare = torch.empty(0, dtype=self.dtype, device=self.device)
+            return bare.set_(self.storage, self.layout.offset, self.layout.shape, self.layout.stride)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """All pins of one seal.
+
+    Args:
+        by_path: pins of owned tensors.
+        anonymous: pins of tensors without an owner.
+        opaque: paths whose tensors can't be pinned, and their class.
+        aliases: of the walk that was pinned.
+    """
+
+    by_path: Mapping[str, Pin] = field(repr=False)
+    anonymous: tuple[Pin, ...] = ()
+    opaque: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def only(self, addresses: Collection[int]) -> Pins:
+        """The pins of some storages: those that a census found to be read. The others' memory may go."""
+        kept = {path: held for path, held in self.by_path.items() if held.address in addresses}
+        return replace(self, by_path=kept, anonymous=tuple(held for held in self.anonymous if held.address in addresses))
+
+    def broken(self) -> list[str]:
+        """Paths whose pinned storage was resized, so that its memory is gone."""
+        return [pin.path for pin in (*self.by_path.values(), *self.anonymous) if not pin.intact]
+
+
+def pin_one(path: str, tensor: torch.Tensor) -> Pin | None:
+    """A strong reference to one tensor's storage; None when it has no storage of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        at = _readable_place(tensor)
+        if at is None:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+            return Pin(path, at[0], storage.nbytes(), at[1], storage, tensor.dtype, tensor.device, fields.is_parameter(tensor))
+        except (RuntimeError, NotImplementedError):
+            return None
+
+
+def pin(found: Walk, anonymous: Iterable[torch.Tensor] = ()) -> Pins:
+    """Hold every storage of a walk, and those of tensors that nobody owns."""
+    made = {path: pin_one(path, tensor) for path, tensor in found.tensors.items()}
+    loose = [pin_one(f"<anonymous {index}>", tensor) for index, tensor in enumerate(anonymous)]
+    return Pins(
+        {path: held for path, held in made.items() if held is not None},
+        tuple(held for held in loose if held is not None),
+        {path: type(found.tensors[path]).__name__ for path, held in made.items() if held is None},
+        dict(found.aliases),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An address that a captured kernel was given. `nbytes` is what is known of the block around it, else 0."""
+
+    address: int
+    nbytes: int = 0
+    kernel: str = ""
+
+
+def slots_of(pins: Pins, reads: Iterable[Read] | None = None, kinds: Mapping[str, Kind] | None = None) -> list[Slot]:
+    """Slots for a contract, one for each distinct view of each storage.
+
+    Args:
+        pins: what is owned, and what is known to be anonymous.
+        reads: addresses read out of captured graphs, wherever in a storage they point.
+            Slots are then those of the storages that are read, and one anonymous slot
+            for each address that lies in none. None takes every pinned storage.
+        kinds: path to kind, where the caller knows better than "a Parameter is a
+            weight, anything else is derived".
+    """
+    held = [*pins.by_path.values(), *pins.anonymous]
+    read_by, stray = (None, []) if reads is None else _join(held, reads)
+    groups: dict[Place, list[Pin]] = {}
+    for each in held:
+        if read_by is None or each.address in read_by:
+            groups.setdefault(each.place, []).append(each)
+    owned = {address for (address, _), group in groups.items() if any(p.path in pins.by_path for p in group)}
+    slots = []
+    for (address, layout), group in groups.items():
+        paths = tuple(p.path for p in group if p.path in pins.by_path)
+        kernel = (read_by or {}).get(address, "")
+        if paths:
+            default = Kind.WEIGHT if any(p.parameter for p in group) else Kind.DERIVED
+            known = [kinds[path] for path in paths if path in kinds] if kinds else []
+            slots.append(Slot(address, group[0].nbytes, paths, layout, kernel, known[0] if known else default))
+        elif address not in owned:
+            slots.append(Slot(address, group[0].nbytes, (), layout, kernel, Kind.ANONYMOUS))
+    return slots + [Slot(read.address, read.nbytes, (), None, read.kernel, Kind.ANONYMOUS) for read in stray]
+
+
+def _join(held: list[Pin], reads: Iterable[Read]) -> tuple[dict[int, str], list[Read]]:
+    """Storages that are read, with the kernels that do (three at most), and reads that lie in no storage."""
+    ends = {each.address: each.address + each.nbytes for each in held if each.address}
+    starts = sorted(ends)
+    kernels: dict[int, dict[str, None]] = {}
+    stray: dict[int, Read] = {}
+    for read in reads:
+        index = bisect.bisect_right(starts, read.address) - 1
+        if index >= 0 and read.address < ends[starts[index]]:
+            kernels.setdefault(starts[index], {})[read.kernel] = None
+        else:
+            stray.setdefault(read.address, read)
+    return {address: ", ".join(list(names)[:3]) for address, names in kernels.items()}, list(stray.values())
+
+
+def snapshot(pins: Pins, paths: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Copies of what is pinned, before an update; `unchanged` compares with them.
+
+    Costs as much memory as they hold: name derived slots, never a KV cache.
+    """
+    wanted = [pins.by_path[path] for path in paths]
+    return {held.path: held.view().clone() for held in wanted if held.address and held.intact}
+
+
+def unchanged(before: Mapping[str, torch.Tensor], pins: Pins) -> list[str]:
+    """Paths whose captured bytes are as they were before the update: static, or derived and not refreshed.
+
+    Which of the two can't be told from one update. It is a list of candidates, and a
+    proof for those that are not in it: something wrote them.
+    """
+    return [path for path, old in before.items() if pins.by_path[path].intact and same_bytes(old, pins.by_path[path].view())]
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors of one layout hold the same bytes; NaNs and negative zeros count by their bits.
+
+    Waits for the device, once for each `CHUNK_BYTES` until they differ. A comparison
+    needs scratch memory, an eighth of the chunk at best: an engine has little to spare.
+    """
+    flat, other = _flat(a), _flat(b)
+    if flat is None or other is None:
+        if a.element_size() not in _INTEGERS:
+            return torch.equal(torch.view_as_real(a), torch.view_as_real(b))
+        kind = _INTEGERS[a.element_size()]
+        return torch.equal(a.view(kind), b.view(kind))
+    if all(bare.numel() % 8 == 0 and bare.storage_offset() % 8 == 0 for bare in (flat, other)):
+        flat, other = flat.view(torch.int64), other.view(torch.int64)
+    step = CHUNK_BYTES // flat.element_size()
+    return all(torch.equal(flat[at : at + step], other[at : at + step]) for at in range(0, flat.numel(), step))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a tensor without holes, in the order of memory; None when it has holes."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel() or last + 1 != tensor.numel():
+        return None
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+CHUNK_BYTES = 64 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

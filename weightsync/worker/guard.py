@@ -1,0 +1,147 @@
+"""The storage contract of one worker: sealed after capture, repaired and checked after each update.
+
+At the seal every tensor that the model reaches is named and held, the addresses
+that captured graphs read are taken by the census, and both are joined. After an
+update's reload whatever moved is brought back to the captured storage; then every
+slot must lie where it lay, or the verdict says which does not.
+
+On a CPU there are no graphs to read: every storage that the walk finds counts.
+
+Not covered: values (digests and the load map answer for those), and derived values
+that the layers' own post-processing does not compute anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightsync.errors import UnsupportedEngine, VerdictNotOk
+from weightsync.storage import census
+from weightsync.storage.adopt import Adopter, Adoption
+from weightsync.storage.contract import Contract, Kind, Verdict, compare
+from weightsync.storage.owners import Walk, rewalk
+from weightsync.storage.pins import Read, pin, place, places, slots_of
+from weightsync.storage.sweep import sweep
+from weightsync.worker import vllm_compat
+
+logger = logging.getLogger(__name__)
+
+_ROOT = "model"
+_LOGGED = 20
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What the seal found; numbers for the report."""
+
+    counts: dict[str, int]
+    seconds: dict[str, float]
+
+
+class Guard:
+    """Holds the contract of one model.
+
+    Args:
+        model: the live model, after graphs were captured.
+        runner: what else graphs may read from (input buffers, caches); only named, never repaired.
+        device: the worker's device.
+        graphs: whether this engine captures CUDA graphs.
+
+    Raises:
+        UnsupportedEngine: graphs are captured and the census was not in place.
+    """
+
+    def __init__(self, model: torch.nn.Module, runner: object, device: torch.device, graphs: bool) -> None:
+        began = time.monotonic()
+        self._model = {_ROOT: model}
+        seen = _census(device, graphs)
+        counted = time.monotonic()
+        if seen is None:
+            # Without graphs nothing outside the model counts: globals and buffers of a runner come and go.
+            self._roots: dict[str, object] = dict(self._model)
+            self._globals: tuple[str, ...] = ()
+            found, reads = _without_handles(rewalk(self._roots)), None
+        else:
+            self._roots = {**self._model, "runner": runner}
+            swept = sweep(self._roots)
+            self._globals = swept.globals
+            reads = [Read(b.address + offset, b.nbytes, ", ".join(b.kernels[:3])) for b in seen.external for offset in b.offsets]
+            found = _only_read(swept.everything, seen)
+        pins = pin(found)
+        self.contract = Contract.seal(slots_of(pins, reads), found.scalars)
+        self._pins, self._adopter = pins, Adopter(pins)
+        counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
+        if seen is not None:
+            counts |= {"graphs": seen.graphs, "graph_nodes_unread": sum(seen.unread.values())}
+        self.sealed = Sealed(counts, {"census": counted - began, "seal": time.monotonic() - counted})
+        for slot in self.contract.unowned[:_LOGGED]:
+            logger.warning("a captured graph reads %s (%d bytes, %s), which nobody owns", slot.name, slot.nbytes, slot.kernel)
+
+    def repair(self) -> Adoption:
+        """Bring back what a reload has moved. The engine must be paused."""
+        return self._adopter.adopt(_without_handles(rewalk(self._model)))
+
+    def verify(self, repaired: Adoption) -> Verdict:
+        """Whether every slot lies where it was sealed."""
+        now = rewalk(self._roots, self._globals)
+        return compare(
+            self.contract,
+            places(now, self.contract.places),
+            scalars=now.scalars,
+            repaired=repaired.adopted,
+            allow_anonymous=True,  # counted and logged at the seal; what they hold can't be told from here
+        )
+
+    def broken(self, repaired: Adoption, verdict: Verdict) -> VerdictNotOk | None:
+        """What a broken contract means, with the slots, the kernels that read them, and their bytes; None when it holds."""
+        # Two owners that want different bytes in one storage may both lie in their place: only the repair saw it.
+        unrepaired = {**repaired.changed_layout, **repaired.conflicts, **repaired.failed}
+        lines = [*verdict.lines(), *(f"{path}: {why}" for path, why in unrepaired.items() if path in self.contract.places)]
+        if not lines:
+            return None
+        return VerdictNotOk(
+            f"the storage contract does not hold: {'; '.join(lines[:_LOGGED])}",
+            hint="Sync again; if it comes back, restart this engine and report its model",
+            names=[*(fault.path for fault in verdict.faults), *unrepaired],
+        )
+
+
+def _without_handles(found: Walk) -> Walk:
+    """Leave out tensors that hold a number of somebody else's, not values.
+
+    vLLM keeps the pointer of a oneDNN handler in a tensor, and its owner frees what
+    the tensor says when it ends: such a number must not be moved between owners.
+    """
+    for path in [path for path in found.tensors if path.endswith(vllm_compat.FOREIGN_HANDLES)]:
+        del found.tensors[path]
+    return found
+
+
+def _only_read(found: Walk, seen: census.Census) -> Walk:
+    """Leave out what lies outside the model and no graph reads: it may come and go, and must not be held."""
+    for path, tensor in list(found.tensors.items()):
+        if path.startswith((f"{_ROOT}.", f"{_ROOT}[")):
+            continue
+        at = place(tensor)
+        if at is None or not at[0] or seen.find(at[0]) is None:
+            del found.tensors[path]
+    return found
+
+
+def _census(device: torch.device, graphs: bool) -> Any:
+    if device.type != "cuda" or not graphs:
+        return None
+    if not census.active():
+        raise UnsupportedEngine(
+            "this engine captures CUDA graphs and their census is not in place",
+            hint="Start it with worker_extension_cls=weightsync.worker.extension.WeightSyncExtension, or with enforce_eager",
+        )
+    seen = census.take()
+    if unread := {reason: count for reason, count in seen.unread.items() if count}:
+        logger.warning("%d graph node(s) could not be read: %s", sum(unread.values()), unread)
+    return seen
