@@ -74,7 +74,7 @@ class Guard:
             found = _only_read(swept.everything, seen)
         pins = pin(found)
         self.contract = Contract.seal(slots_of(pins, reads), found.scalars)
-        self._pins, self._adopter = pins, Adopter(pins)
+        self._adopter = Adopter(pins)
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
         if seen is not None:
             counts |= {"graphs": seen.graphs, "graph_nodes_unread": sum(seen.unread.values())}
@@ -124,8 +124,10 @@ def _without_handles(found: Walk) -> Walk:
 
 def _only_read(found: Walk, seen: census.Census) -> Walk:
     """Leave out what lies outside the model and no graph reads: it may come and go, and must not be held."""
+    ours = (f"{_ROOT}.", f"{_ROOT}[")
+    found.scalars = {path: value for path, value in found.scalars.items() if path.startswith(ours)}
     for path, tensor in list(found.tensors.items()):
-        if path.startswith((f"{_ROOT}.", f"{_ROOT}[")):
+        if path.startswith(ours):
             continue
         at = place(tensor)
         if at is None or not at[0] or seen.find(at[0]) is None:
