@@ -61,7 +61,9 @@ class Applier:
         self._repaired = Adoption()
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
         folder = Path(str(vllm_config.model_config.model))
-        self._base = loadmap.record(self._twin(), loadmap.checkpoint_specs(folder))
+        twin = self._twin()
+        self._loaders = vllm_compat.loaders_of(twin)
+        self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
         self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread
@@ -181,6 +183,7 @@ class Applier:
                     yield spec.name, receiver.tensor(index)
                 taken.append(spec.name)
 
+        restored = vllm_compat.restore_loaders(self.model, self._loaders)
         reload = vllm_compat.Reload(self.model, self.vllm_config)
         try:
             with reload:
@@ -195,7 +198,8 @@ class Applier:
                 exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
             self._state, self._error = "failed", exc
             receiver.discard()  # the next update, which is to repair this, needs the memory
-        self._checks |= {key: count for key, count in (reload.counts | self._repaired.counts).items() if count}
+        counts = reload.counts | self._repaired.counts | {"loaders_restored": restored}
+        self._checks |= {key: count for key, count in counts.items() if count}
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
 

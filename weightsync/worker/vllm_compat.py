@@ -113,7 +113,7 @@ def unproved_layers(model: torch.nn.Module) -> list[str]:
     for path, layer in model.named_modules():
         method = type(getattr(layer, "quant_method", None)).__name__
         unquantised = method.startswith(("Unquantized", "NoneType"))
-        tied = [p for p in layer._parameters.values() if p is not None and owners.setdefault(id(p), path) != path]
+        tied = [p for p in _own(layer) if owners.setdefault(id(p), path) != path]
         if tied and not unquantised:
             found.append(f"{path} (tied, {method})")
     return found
@@ -138,7 +138,43 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     with cold_load_context(config), torch.device("meta"):
-        return initialize_model(vllm_config=config)
+        twin = initialize_model(vllm_config=config)
+    # Online quantisation wraps loaders to process each layer when it is complete; on meta there is nothing to process.
+    for layer in twin.modules():
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+            if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader":
+                tensor.weight_loader = layerwise._get_original_loader(tensor)
+        layerwise.get_layerwise_info(layer).reset()
+    return twin
+
+
+def loaders_of(twin: torch.nn.Module) -> dict[str, str]:
+    """Parameter path to the name of its module's method that loads it, where a method of the module does."""
+    found: dict[str, str] = {}
+    for path, layer in twin.named_modules():
+        for name, parameter in layer._parameters.items():
+            loader: Any = getattr(parameter, "weight_loader", None)
+            if getattr(loader, "__self__", None) is layer:
+                found[f"{path}.{name}"] = str(loader.__name__)
+    return found
+
+
+def restore_loaders(model: torch.nn.Module, loaders: dict[str, str]) -> int:
+    """Give parameters that post-processing has made anew their loader back; how many.
+
+    A kernel that replaces a parameter may drop its loader (Marlin's bias), and a
+    second load would then fall back to a plain copy.
+    """
+    count = 0
+    live = dict(model.named_modules())
+    for path, method in loaders.items():
+        layer_path, _, name = path.rpartition(".")
+        layer = live.get(layer_path)
+        parameter = layer._parameters.get(name) if layer is not None else None
+        if parameter is not None and not hasattr(parameter, "weight_loader"):
+            parameter.weight_loader = getattr(layer, method)
+            count += 1
+    return count
 
 
 class Reload:
@@ -207,10 +243,10 @@ class Reload:
         before = {path: layerwise.get_layerwise_info(layer) for path, layer in named.items()}
         unloaded = {path for path, info in before.items() if info.can_load() and info.load_numel == 0}
         layerwise.finalize_layerwise_reload(self._model, self._config.model_config)
-        loaded = {id(p) for path, layer in named.items() if path not in unloaded for p in layer._parameters.values() if p is not None}
+        loaded = {id(p) for path, layer in named.items() if path not in unloaded for p in _own(layer)}
         for path in sorted(unloaded):
             method = getattr(named[path], "quant_method", None)
-            if method is not None and any(id(p) in loaded for p in named[path]._parameters.values() if p is not None):
+            if method is not None and any(id(p) in loaded for p in _own(named[path])):
                 method.process_weights_after_loading(named[path])
                 self.counts["tied_layers_refreshed"] += 1
 
@@ -258,6 +294,11 @@ def reload_waiting(model: torch.nn.Module) -> dict[str, int]:
         if info.can_load():
             waiting[path] = int(info.load_numel)
     return waiting
+
+
+def _own(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters that a layer's post-processing works on; routing tables and biases are shared between layers as they are."""
+    return [p for name, p in layer._parameters.items() if p is not None and name not in WRITTEN_IN_PLACE]
 
 
 def _experts_of(layer: torch.nn.Module) -> Any:
