@@ -137,7 +137,7 @@ def test_a_controller_that_dies_in_mid_update_leaves_engines_that_take_the_next_
     assert answers(sync, 0) == cold(KIND, 2)
 
 
-@pytest.mark.parametrize("title", ["VLLM::Worker", "VLLM::EngineCore"])
+@pytest.mark.parametrize("title", ["VLLM::Worker", pytest.param("VLLM::EngineCore", marks=pytest.mark.slow)])
 def test_an_engine_whose_vllm_dies_restarts_and_takes_the_next_update(
     title: str, one: Fleet, sync: WeightSync, tensors: Any, cold: Any
 ) -> None:

@@ -148,18 +148,19 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
     return twin
 
 
-def loaders_of(twin: torch.nn.Module) -> dict[str, str]:
-    """Parameter path to the name of its module's method that loads it, where a method of the module does."""
-    found: dict[str, str] = {}
+def loaders_of(twin: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Parameter path to what its module's own loader needs to find on it: the method's name, and plain attributes."""
+    found: dict[str, dict[str, Any]] = {}
     for path, layer in twin.named_modules():
         for name, parameter in layer._parameters.items():
             loader: Any = getattr(parameter, "weight_loader", None)
             if getattr(loader, "__self__", None) is layer:
-                found[f"{path}.{name}"] = str(loader.__name__)
+                plain = {key: value for key, value in vars(parameter).items() if isinstance(value, (bool, int, str))}
+                found[f"{path}.{name}"] = {**plain, "weight_loader": str(loader.__name__)}
     return found
 
 
-def restore_loaders(model: torch.nn.Module, loaders: dict[str, str]) -> int:
+def restore_loaders(model: torch.nn.Module, loaders: dict[str, dict[str, Any]]) -> int:
     """Give parameters that post-processing has made anew their loader back; how many.
 
     A kernel that replaces a parameter may drop its loader (Marlin's bias), and a
@@ -167,12 +168,13 @@ def restore_loaders(model: torch.nn.Module, loaders: dict[str, str]) -> int:
     """
     count = 0
     live = dict(model.named_modules())
-    for path, method in loaders.items():
+    for path, attributes in loaders.items():
         layer_path, _, name = path.rpartition(".")
         layer = live.get(layer_path)
         parameter = layer._parameters.get(name) if layer is not None else None
         if parameter is not None and not hasattr(parameter, "weight_loader"):
-            parameter.weight_loader = getattr(layer, method)
+            for key, value in attributes.items():
+                setattr(parameter, key, getattr(layer, value) if key == "weight_loader" else value)
             count += 1
     return count
 
