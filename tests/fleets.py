@@ -88,20 +88,24 @@ class Fleet:
         return code
 
     def processes(self) -> dict[int, str]:
-        """Every process of this fleet: one that names its folders, or writes to a file in them (all that Ray starts does)."""
-        marks = (_temp_dir(self.home), str(self.home))
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                files = [os.readlink(entry / "fd" / number) for number in ("1", "2")]
-            except OSError:
-                continue
-            if command and any(mark in text for mark in marks for text in (command, *files)):
-                found[int(entry.name)] = command[:150]
-        return found
+        """Every process of this fleet."""
+        return processes_of(_temp_dir(self.home), str(self.home))
+
+
+def processes_of(*marks: str) -> dict[int, str]:
+    """Every process that names one of these folders, or writes to a file in them (all that Ray starts does)."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            files = [os.readlink(entry / "fd" / number) for number in ("1", "2")]
+        except OSError:
+            continue
+        if command and any(mark in text for mark in marks for text in (command, *files)):
+            found[int(entry.name)] = command[:150]
+    return found
 
 
 def _temp_dir(home: Path) -> str:

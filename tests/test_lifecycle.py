@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleets import Fleet, answers, engine_pid, wait_until
+from tests.fleets import Fleet, answers, engine_pid, processes_of, wait_until
 from weightsync.errors import EngineDied, NoEngineReady, WeightSyncError
 from weightsync.protocol import EngineState
 
@@ -150,3 +150,19 @@ def test_demo_of_three_steps(tmp_path: Path) -> None:
     assert [u["version"] for u in result["updates"]] == sorted({u["version"] for u in result["updates"]})
     assert all(u["bytes"] > 1_000_000 and u["pause_seconds"] > 0 for u in result["updates"])
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_the_demo_leaves_nothing(tmp_path: Path) -> None:
+    segments = _shared_memory()
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "weightsync.cli", "demo", "--steps", "50", "--engines", "1", "--plain", "--out", str(out)]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    assert demo.stdout is not None
+    line = next(line for line in demo.stdout if line.startswith("step 1 "))  # in the middle of training
+    assert "reward" in line
+    demo.send_signal(signal.SIGINT)
+    demo.communicate(timeout=60)
+    assert demo.returncode not in (0, None)
+    assert wait_until(lambda: not processes_of(str(out)), 10, "no process is left")
+    assert wait_until(lambda: _shared_memory() <= segments, 5, "no shared memory is left")
