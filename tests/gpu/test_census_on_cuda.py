@@ -5,6 +5,7 @@ Needs torch with CUDA and cuda-bindings; without Triton its tests are skipped. N
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -291,8 +292,10 @@ def test_make_graphed_callables_still_trains() -> None:
     layer = torch.nn.Linear(64, 64, device="cuda")
     sample = torch.randn(16, 64, device="cuda", requires_grad=True)
     x = torch.randn(16, 64, device="cuda", requires_grad=True)
-    expected = layer(x)
-    (gradient,) = torch.autograd.grad(expected.square().sum(), layer.weight)
+    # A twin: a gradient's node that this layer has from the default stream would break the capture.
+    twin = copy.deepcopy(layer)
+    expected = twin(x)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), twin.weight)
     graphed = torch.cuda.make_graphed_callables(layer, (sample,))
     seen = take()
     assert seen.graphs == 2, "forward and backward"

@@ -1,16 +1,16 @@
 """One update in one worker: admit, stage, apply, prove, or put back.
 
 `apply` loads the staged tensors with vLLM's layerwise reload, under what a cold
-load runs in, and `verify` then checks that every tensor of the manifest was
-taken, that every layer is complete, and that every registered parameter and
-buffer lies at the address, layout and dtype it had at the start.
+load runs in, and has the guard bring back what it moved. `verify` then checks that
+every tensor of the manifest was taken, that every layer is complete, that every
+registered parameter and buffer lies at the address, layout and dtype it had at the
+start, and that the storage contract holds.
 
 A reload that fails half way is put back structurally (no tensor left on meta, no
 buffered tensor left over), so the next update can repair the engine; its values
 are then a mixture, and `wrote` says so.
 
-Not covered: storage that captured graphs read outside registered tensors, and
-values derived from weights outside the layers' own post-processing.
+Not covered: values derived from weights outside the layers' own post-processing.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ vLLM. `require_supported` refuses an unknown version at start; importing this
 module in a worker registers the weight-transfer backend under our name, which
 makes vLLM turn off the layouts that can't be updated.
 
-Not covered: kernels whose captured storage or derived values a stock reload
-leaves behind (`unproved_layers` names them, and the engine then refuses to start).
+Not covered: loaders that read values while they load (static input scales of FP8
+experts), which neither a meta twin nor vLLM's own reload can run; and layers that
+`unproved_layers` names: the engine then refuses to start.
 """
 
 from __future__ import annotations
