@@ -41,6 +41,7 @@ from benchmarks import matrix_judge
 from benchmarks.matrix_judge import Outcome
 from benchmarks.matrix_rows import ROWS, Row
 from benchmarks.matrix_worker import Job, dump
+from weightsync.demo.cold import COLD_ENV
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,14 +58,7 @@ ENV: dict[str, dict[str, str]] = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     },
-    "cpu": {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    },
+    "cpu": COLD_ENV,
 }
 
 

@@ -83,17 +83,6 @@ class Published:
         self._all_read = True
         self._read.set()
 
-    def sent(self) -> None:
-        """Wait until everything has been sent.
-
-        Raises:
-            WeightSyncError: why it was not.
-        """
-        if not self._done.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):
-            raise DeadlineExceeded("the update was not sent before its deadline", update_id=self.update_id, phase="receive")
-        if self._error is not None:
-            raise self._error
-
 
 class WeightSync:
     """A trainer's connection to one service. Thread safe; one update at a time.

@@ -174,7 +174,7 @@ class Applier:
         """Write the staged update into the live storage. The engine must be paused."""
         receiver = self._expect(update_id, "staged")
         began = time.monotonic()
-        self._wrote = True
+        self._wrote, self._repaired = True, Adoption()
         taken: list[str] = []
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
