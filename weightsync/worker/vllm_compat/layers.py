@@ -35,6 +35,16 @@ def unproved_layers(model: torch.nn.Module) -> list[str]:
     return found
 
 
+def plain_path(path: str) -> str:
+    """The path that a layer has in a model without adapters, whose wrappers hold it as `base_layer`."""
+    return path.replace(".base_layer", "")
+
+
+def plain_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules by their plain path; of a wrapped layer, the layer itself."""
+    return {plain_path(path): layer for path, layer in model.named_modules()}
+
+
 def own_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters that a layer's post-processing works on; routing tables and biases are shared between layers as they are."""
     return [p for name, p in layer._parameters.items() if p is not None and name not in WRITTEN_IN_PLACE]

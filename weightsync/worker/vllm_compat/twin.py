@@ -1,4 +1,4 @@
-"""The engine's model once more, on the meta device, and the loaders that its parameters need.
+"""What a cold load runs in, and the engine's model once more, on the meta device.
 
 Not covered: loaders that a model keeps elsewhere than on its parameters.
 """
@@ -44,34 +44,3 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
         layerwise.get_layerwise_info(layer).reset()
     return twin
-
-
-def loaders_of(twin: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameter path to what its module's own loader needs to find on it: the method's name, and plain attributes."""
-    found: dict[str, dict[str, Any]] = {}
-    for path, layer in twin.named_modules():
-        for name, parameter in layer._parameters.items():
-            loader: Any = getattr(parameter, "weight_loader", None)
-            if getattr(loader, "__self__", None) is layer:
-                plain = {key: value for key, value in vars(parameter).items() if isinstance(value, (bool, int, str))}
-                found[f"{path}.{name}"] = {**plain, "weight_loader": str(loader.__name__)}
-    return found
-
-
-def restore_loaders(model: torch.nn.Module, loaders: dict[str, dict[str, Any]]) -> int:
-    """Give parameters that post-processing has made anew their loader back; how many.
-
-    A kernel that replaces a parameter may drop its loader (Marlin's bias), and a
-    second load would then fall back to a plain copy.
-    """
-    count = 0
-    live = dict(model.named_modules())
-    for path, attributes in loaders.items():
-        layer_path, _, name = path.rpartition(".")
-        layer = live.get(layer_path)
-        parameter = layer._parameters.get(name) if layer is not None else None
-        if parameter is not None and not hasattr(parameter, "weight_loader"):
-            for key, value in attributes.items():
-                setattr(parameter, key, getattr(layer, value) if key == "weight_loader" else value)
-            count += 1
-    return count
