@@ -210,8 +210,12 @@ def static_fp8_experts(compat: Any) -> Toy:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import compressed_tensors_moe_w8a8_fp8
 
     real = compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod
-    processing = {"process_weights_after_loading": lambda self, layer: None, "__init__": lambda self: None}
-    made = type("CompressedTensorsW8A8Fp8MoEMethod", (real,), processing)()
+
+    def process(_: Any, layer: Any) -> None:
+        layer.w2_weight_scale.data.mul_(2)  # what comes too late is not doubled
+
+    names = {"process_weights_after_loading": process, "__init__": lambda self: None}
+    made = type("CompressedTensorsW8A8Fp8MoEMethod", (real,), names)()
     made.weight_quant, made.static_input_scales, made.weight_block_size, made.block_quant = (
         SimpleNamespace(strategy="tensor"),
         True,
