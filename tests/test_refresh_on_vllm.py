@@ -1,4 +1,4 @@
-"""On real CPU engines: what a model caches at its first run, requests that stand still meanwhile, and adapters.
+"""On real CPU engines: what a model caches at its first run, requests that stand still meanwhile, adapters, draft models.
 
 Each engine lives in a process of its own, with its trainer beside it.
 """
@@ -66,6 +66,12 @@ UPDATED = """
 llm = LLM(model=first, **arguments, **OURS)
 before = outputs(llm)
 trainer = Trainer(llm)
+
+def draft(worker):
+    model = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+    return {name: tensor.float().sum().item() for name, tensor in model.named_parameters()} if model is not None else {}
+
+drafted = llm.collective_rpc(draft)[0]
 weights = [load_file(f"{folder}/model.safetensors") for folder in (first, second)]
 
 def across_an_update():
@@ -84,11 +90,11 @@ def across_an_update():
 standing = across_an_update()
 checks = trainer.sync(weights[1])["checks"]
 llm.reset_prefix_cache()
-after = outputs(llm)
+after, kept = outputs(llm), drafted == llm.collective_rpc(draft)[0]
 loras = sorted(llm.collective_rpc(lambda worker: sorted(worker.list_loras()) if adapter else [])[0])
 trainer.sync(weights[0])
 llm.reset_prefix_cache()
-answer(before=before, standing=standing, after=after, back=outputs(llm), checks=checks, loras=loras)
+answer(before=before, standing=standing, after=after, back=outputs(llm), checks=checks, loras=loras, drafted=len(drafted), kept=kept)
 """
 
 
@@ -137,5 +143,16 @@ def test_adapters_stay_and_the_weights_below_them_follow(checkpoint: Any, tmp_pa
     assert plain != adapted
     assert updated["standing"] == [tokens for tokens, _ in plain]
     assert updated["loras"] == [1]
+    assert updated["after"] == cold["outputs"] != updated["before"]
+    assert updated["back"] == updated["before"]
+
+
+@pytest.mark.slow
+def test_a_draft_model_beside_the_target_is_left_as_it_is(checkpoint: Any) -> None:
+    first = str(checkpoint("qwen3", 1))
+    arguments = {**ENGINE_ARGS, "speculative_config": {"method": "draft_model", "model": first, "num_speculative_tokens": 2}}
+    job = [first, str(checkpoint("qwen3", 2)), "", arguments, PROMPTS, MAX_TOKENS]
+    cold, updated = run(COLD, *job), run(UPDATED, *job)
+    assert updated["drafted"] > 0 and updated["kept"]
     assert updated["after"] == cold["outputs"] != updated["before"]
     assert updated["back"] == updated["before"]
