@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ def test_what_a_first_run_filled_in_is_found_and_nothing_else() -> None:
     assert names == {"merged", "absent", "hidden", "product", "table", "frozen.scale", "scratch", "cache"}
     assert sorted(lazies.unrefreshable) == ["model.grown", "model.helper"]
     assert lazies.counts == {"lazies": 8, "unrefreshable": 2}
+
+
+def test_what_a_runner_has_bound_to_the_model_is_left_alone() -> None:
+    model = Model()
+    fresh = Snapshot(model)
+    model(torch.zeros(16))
+    runner = SimpleNamespace(model=model, caches=[torch.full((3,), 9.0)])
+    model.cache = runner.caches[0][1:]
+    assert "model.cache" not in Lazies(model, fresh, runner).paths
+    assert "model.merged" in Lazies(model, fresh, runner).paths
 
 
 def test_each_is_filled_in_again_from_the_new_weights_and_comes_back_to_its_storage() -> None:

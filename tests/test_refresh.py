@@ -306,8 +306,11 @@ class TestLoadersThatRead:
 
 
 def test_a_layer_that_a_model_has_fused_away_is_named(compat: Any) -> None:
+    from weightsync.worker.vllm_compat.layers import plain_modules
+
     model = nn.ModuleDict({"experts": nn.Linear(2, 2), "wrapped": nn.ModuleDict({"base_layer": nn.Linear(2, 2)})})
     loaded = ["experts.weight", "wrapped.weight"]
+    assert plain_modules(model)["wrapped"] is model["wrapped"]["base_layer"]  # type: ignore[index]
     assert compat.missing_layers(model, loaded) == []
     del model["experts"]
     assert compat.missing_layers(model, loaded) == ["experts"]

@@ -64,7 +64,7 @@ class Applier:
         self._seal = _registered(model)
         self._guard = guard.Guard(model, runner, device, graphs=not vllm_config.model_config.enforce_eager)
         self._runner, self._repaired = runner, Adoption()
-        self._lazies = vllm_compat.find_lazies(model)
+        self._lazies = vllm_compat.find_lazies(model, runner)
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from weightsync.storage import fields
-from weightsync.storage.owners import walk
+from weightsync.storage.owners import rewalk, walk
 
 _MISSING = object()
 #: Classes of what belongs to compilers, adapters and runners: made after loading, and not derived from weights.
@@ -88,17 +88,21 @@ class Lazies:
     Args:
         model: the live model, after its first run.
         fresh: made when its loading ended.
+        runner: what runs the model. What it holds itself, caches and tables, it has bound to the model and will not do so again.
 
     Attributes:
         unrefreshable: paths that hold such values in a way that can't be taken back.
         changed: numbers that came back with another value the last time.
     """
 
-    def __init__(self, model: torch.nn.Module, fresh: Snapshot) -> None:
+    def __init__(self, model: torch.nn.Module, fresh: Snapshot, runner: object = None) -> None:
         self._found: list[_Lazy] = []
         self.unrefreshable: list[str] = []
         self.changed: list[str] = []
         own = {_address(tensor) for tensor in fresh.registered(model)}  # views of those are no cached values
+        # Paths that begin with the runner are those of its own: what it reaches through the model was walked before.
+        found = rewalk({"model": model, "runner": runner}).tensors
+        own |= {_address(tensor) for path, tensor in found.items() if path.startswith("runner.")}
         for owner, path, held in _objects(model):
             was = fresh.of(owner)
             for name, value in held.items() if was is not None else ():

@@ -53,7 +53,7 @@ def note_loaded(model: torch.nn.Module) -> None:
     _FRESH[model] = Snapshot(model)
 
 
-def find_lazies(model: torch.nn.Module) -> Lazies:
+def find_lazies(model: torch.nn.Module, runner: Any) -> Lazies:
     """What the first run of a model has filled in.
 
     Raises:
@@ -65,7 +65,7 @@ def find_lazies(model: torch.nn.Module) -> Lazies:
             "this engine's model was loaded unseen, so that values it has cached since then can't be told",
             hint="Start it with worker_extension_cls=weightsync.worker.extension.WeightSyncExtension",
         )
-    return Lazies(model, fresh)
+    return Lazies(model, fresh, runner)
 
 
 def run_once(runner: Any) -> None:
