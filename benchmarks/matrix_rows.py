@@ -51,6 +51,8 @@ PROFILED: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilizati
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
 #: On Hopper the default is FlashInfer's, which is compiled on first use.
 GDN: dict[str, Any] = {"gdn_prefill_backend": "triton"}
+#: vLLM turns FlashInfer off on a machine without nvcc, also where what a row needs was compiled elsewhere; this says it is there.
+COMPILED = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
 DRAFT: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
 
@@ -104,7 +106,12 @@ _DENSE = (
     _cuda("dense-fp8-online", "Qwen3 dense, bf16 quantised to FP8 by the engine", "dense-bf16", quantization="fp8"),
     _cuda(
         "dense-fp8-kv", "Qwen3 dense, FP8 KV cache with the checkpoint's scales (FlashInfer)",
-        linear="cutlass", kv_cache_dtype="fp8", attention_config={"backend": "FLASHINFER"},
+        env=COMPILED, linear="cutlass", kv_cache_dtype="fp8",
+        attention_config={"backend": "FLASHINFER", "use_trtllm_attention": False},
+    ),
+    _cuda(
+        "dense-fp8-kv-xqa", "Qwen3 dense, FP8 KV cache with the checkpoint's scales (FlashInfer, XQA)", "dense-fp8-kv",
+        env=COMPILED, linear="cutlass", kv_cache_dtype="fp8", attention_config={"backend": "FLASHINFER"},
     ),
     _cuda(
         "dense-fp8-kv-fa", "Qwen3 dense, FP8 KV cache with the checkpoint's scales (FlashAttention 3)", "dense-fp8-kv",
@@ -139,14 +146,17 @@ _MOE = (
 _MOE_FLASHINFER = (
     _cuda(
         "moe-fp8-tensor-flashinfer", "EXAONE-MoE, FP8 per tensor, static input scales, limited activation (FlashInfer CUTLASS)",
-        "moe-fp8-static-limit", moe="flashinfer_cutlass", linear="cutlass",
+        "moe-fp8-static-limit", COMPILED, moe="flashinfer_cutlass", linear="cutlass",
     ),
     _cuda(
         "moe-fp8-block-flashinfer", "Qwen3-MoE, FP8 in blocks of 128 x 128 (FlashInfer CUTLASS)",
-        "moe-fp8-block", {"TRTLLM_DG_ENABLED": "0"},  # its DeepGEMM part calls nvcc while the engine runs
+        "moe-fp8-block", COMPILED | {"TRTLLM_DG_ENABLED": "0"},  # its DeepGEMM part calls nvcc while the engine runs
         moe="flashinfer_cutlass", linear="triton",
     ),
-    _cuda("gpt-oss-mxfp4-flashinfer", "gpt-oss, MXFP4, bf16 activations (FlashInfer CUTLASS)", "gpt-oss-mxfp4", moe="flashinfer_cutlass"),
+    _cuda(
+        "gpt-oss-mxfp4-flashinfer", "gpt-oss, MXFP4, bf16 activations (FlashInfer CUTLASS)",
+        "gpt-oss-mxfp4", COMPILED, moe="flashinfer_cutlass",
+    ),
 )  # fmt: skip
 
 _OTHER = (
