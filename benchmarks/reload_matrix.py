@@ -41,25 +41,12 @@ from benchmarks import matrix_judge
 from benchmarks.matrix_judge import Outcome
 from benchmarks.matrix_rows import ROWS, Row
 from benchmarks.matrix_worker import Job, dump
-from weightsync.demo.cold import COLD_ENV
+from weightsync.check.environment import ENGINE_ENV
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPTS = [[1, 5, 9, 300], [7, 7, 7], [100, 200, 300, 400, 500, 11, 12, 13]]
 MAX_TOKENS = 24
-
-#: For every engine's process.
-ENV: dict[str, dict[str, str]] = {
-    "cuda": {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on first use
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    },
-    "cpu": COLD_ENV,
-}
 
 
 class Matrix:
@@ -128,7 +115,7 @@ class Matrix:
         log, out, job = (base.with_suffix(suffix) for suffix in (".log", ".json", ".job"))
         arguments = row.arguments(self.options.device)
         dump(Job(row.name, mode, self.options.device, folders, arguments, PROMPTS, MAX_TOKENS, str(out), dict(row.env)), job)
-        env = {**os.environ, **ENV[self.options.device], **row.env, "VLLM_CACHE_ROOT": str(self.work / row.name / "cache")}
+        env = {**os.environ, **ENGINE_ENV[self.options.device], **row.env, "VLLM_CACHE_ROOT": str(self.work / row.name / "cache")}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         with self.slots, log.open("wb") as errors:
             began = time.monotonic()

@@ -1,0 +1,8 @@
+"""Does an engine follow its weights? One engine in this process, updated as a trainer would, looked at from inside.
+
+    environment.py  variables for a process that hosts one engine
+    engine.py       a trainer in a thread beside the engine; greedy outputs
+    contents.py     digests and addresses of everything that a model holds
+
+Not covered: engines of a running fleet; several workers in one engine.
+"""
