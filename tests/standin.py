@@ -78,12 +78,14 @@ class Warm:
         from vllm.model_executor.model_loader.reload import layerwise
 
         from weightsync.worker import vllm_compat
+        from weightsync.worker.vllm_compat import blueprint
 
         self._layerwise, self._compat = layerwise, vllm_compat
         self.config = VllmConfig()
         self.config.model_config = SimpleNamespace(dtype=torch.bfloat16)
         with vllm_compat.cold_load_context(self.config):
-            self._loaders = vllm_compat.loaders_of(make())
+            with blueprint.Constants() as constants, torch.device("meta"):
+                self._fresh = blueprint.read(make(), constants)
             self.model: Any = make()
             layerwise.record_metadata_for_reloading(self.model)
             load(self.model, weights)
@@ -108,8 +110,8 @@ class Warm:
 
     def ours(self, weights: Mapping[str, torch.Tensor]) -> Adoption:
         """A worker's reload, and its repair."""
-        self._compat.restore_loaders(self.model, self._loaders)
-        with self._compat.Reload(self.model, self.config) as reload:
+        self._fresh.restore_loaders(self.model)
+        with self._compat.Reload(self.model, self.config, self._fresh) as reload:
             load(self.model, weights)
             reload.finish()
             return self.repair()

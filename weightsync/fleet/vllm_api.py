@@ -1,6 +1,6 @@
 """vLLM as an engine actor uses it: start, pause, caches, version, its OpenAI application.
 
-The engine's half of the adaptation to vLLM (`worker/vllm_compat.py` is the
+The engine's half of the adaptation to vLLM (`worker/vllm_compat/` is the
 worker's). vLLM is imported when called, so that actors without an engine stay small.
 
 Not covered: several data-parallel ranks inside one engine (refused in `config`).

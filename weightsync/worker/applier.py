@@ -61,8 +61,7 @@ class Applier:
         self._repaired = Adoption()
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
         folder = Path(str(vllm_config.model_config.model))
-        twin = self._twin()
-        self._loaders = vllm_compat.loaders_of(twin)
+        twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
@@ -183,8 +182,8 @@ class Applier:
                     yield spec.name, receiver.tensor(index)
                 taken.append(spec.name)
 
-        restored = vllm_compat.restore_loaders(self.model, self._loaders)
-        reload = vllm_compat.Reload(self.model, self.vllm_config)
+        restored = self._fresh.restore_loaders(self.model)
+        reload = vllm_compat.Reload(self.model, self.vllm_config, self._fresh)
         try:
             with reload:
                 self.model.load_weights(stream())
@@ -210,7 +209,7 @@ class Applier:
             left = [spec.name for spec in specs[len(taken) :]]
             raise ApplyFailed(f"the loader left {len(left)} tensor(s) behind: {', '.join(left[:20])}", names=left)
         want: dict[str, int] = {}
-        for path, count in self._map.elements().items():
+        for path, count in self._map.filled().items():
             layer = path.rpartition(".")[0]
             want[layer] = want.get(layer, 0) + count
         short = [
@@ -225,7 +224,7 @@ class Applier:
 
     def _loaded_directly(self, layer: str) -> bool:
         """Whether all that the map sends to this layer goes to tensors which vLLM writes in place, uncounted."""
-        paths = [path for path in self._map.elements() if path.rpartition(".")[0] == layer]
+        paths = [path for path in self._map.filled() if path.rpartition(".")[0] == layer]
         return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)
 
     def verify(self, update_id: str) -> WorkerReport:
