@@ -1,6 +1,6 @@
-"""A stand-in for a captured CUDA graph, on a CPU.
+"""A stand-in for a captured CUDA graph, on a CPU; and a small model that vLLM's own code reloads.
 
-Like a graph it keeps addresses and no references: capture notes where each tensor
+Like a graph the stand-in keeps addresses and no references: capture notes where each tensor
 lies, replay reads the bytes that are there now. Where a graph would read memory that
 was given back, and crash or return somebody else's values, the stand-in says so.
 """
@@ -8,12 +8,18 @@ was given back, and crash or return somebody else's values, the stand-in says so
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weightsync.storage.pins import Read
+from weightsync.storage.adopt import Adopter, Adoption
+from weightsync.storage.contract import Contract, Verdict, compare
+from weightsync.storage.owners import walk
+from weightsync.storage.pins import Read, pin, places, slots_of
 
 
 class ReadsFreedMemory(Exception):
@@ -54,3 +60,77 @@ class StandinGraph:
     def census(self) -> list[Read]:
         """The addresses that the kernels were given."""
         return [Read(address, nbytes, f"kernel_of_{name}") for name, (address, nbytes, *_) in self._tensors.items()]
+
+
+class Warm:
+    """A small model that vLLM's own code loads and reloads, its storage sealed and repaired as a worker does it.
+
+    vLLM is imported when one is made: loading it takes seconds.
+
+    Args:
+        make: builds the model; layers load through the loaders on their parameters and
+            are processed by their `quant_method`.
+        weights: what to load first, parameter path to tensor, in the form of a checkpoint.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
+        from vllm.config import VllmConfig
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        from weightsync.worker import vllm_compat
+        from weightsync.worker.vllm_compat import blueprint
+
+        self._layerwise, self._compat = layerwise, vllm_compat
+        self.config = VllmConfig()
+        self.config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        with vllm_compat.cold_load_context(self.config):
+            with blueprint.Constants() as constants, torch.device("meta"):
+                self._fresh = blueprint.read(make(), constants)
+            self.model: Any = make()
+            layerwise.record_metadata_for_reloading(self.model)
+            load(self.model, weights)
+            for layer in self.model.modules():
+                if (method := getattr(layer, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(layer)
+        self.seal()
+
+    def seal(self) -> None:
+        """Fix what must hold from now on; done when the model is cold, and again by who captures then or anew."""
+        found = walk(self.model, "model")
+        self.pins = pin(found)
+        self.contract = Contract.seal(slots_of(self.pins), found.scalars)
+        self._adopter = Adopter(self.pins)
+
+    def stock(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """vLLM's own reload."""
+        with torch.device("cpu"), torch.no_grad():
+            self._layerwise.initialize_layerwise_reload(self.model)
+            load(self.model, weights)
+            self._layerwise.finalize_layerwise_reload(self.model, self.config.model_config)
+
+    def ours(self, weights: Mapping[str, torch.Tensor]) -> Adoption:
+        """A worker's reload, and its repair."""
+        self._fresh.restore_loaders(self.model)
+        with self._compat.Reload(self.model, self.config, self._fresh) as reload:
+            load(self.model, weights)
+            reload.finish()
+            return self.repair()
+
+    def repair(self) -> Adoption:
+        """Bring back what has moved since the seal."""
+        return self._adopter.adopt(walk(self.model, "model"))
+
+    def verdict(self) -> Verdict:
+        """Whether the contract holds now."""
+        found = walk(self.model, "model")
+        return compare(self.contract, places(found, self.contract.places), scalars=found.scalars)
+
+
+def load(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give each tensor to its parameter's own loader, as a model's `load_weights` does."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    for path, tensor in weights.items():
+        layer, _, name = path.rpartition(".")
+        parameter = getattr(model.get_submodule(layer), name)
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)

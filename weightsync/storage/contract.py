@@ -226,7 +226,7 @@ def compare(
     if scalars is not None:
         for path, value in sealed.scalars.items():
             have = scalars.get(path)
-            if have is None or not _same(value, have):
+            if not same_number(value, have):
                 faults.append(Fault(What.SCALAR, path, detail=f"was {value!r}, is {have!r}; a captured kernel keeps the old one"))
     return Verdict(sealed.kinds, tuple(faults), tuple(dropped), tuple(repaired), strict)
 
@@ -253,6 +253,6 @@ def _fault(what: What, slot: Slot, path: str, detail: str = "") -> Fault:
     return Fault(what, path, slot.kernel, slot.nbytes, detail)
 
 
-def _same(a: float, b: float) -> bool:
+def same_number(a: float, b: float | None) -> bool:
     """Equal numbers; a NaN equals a NaN."""
-    return a == b or (a != a and b != b)
+    return a == b or (a != a and b is not None and b != b)

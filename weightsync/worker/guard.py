@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ import torch
 from weightsync.errors import UnsupportedEngine, VerdictNotOk
 from weightsync.storage import census
 from weightsync.storage.adopt import Adopter, Adoption
-from weightsync.storage.contract import Contract, Kind, Verdict, compare
+from weightsync.storage.contract import Contract, Kind, Verdict, compare, same_number
 from weightsync.storage.owners import Walk, rewalk
-from weightsync.storage.pins import Read, pin, place, places, slots_of
+from weightsync.storage.pins import Pins, Read, pin, place, places, slots_of
 from weightsync.storage.sweep import sweep
 from weightsync.worker import vllm_compat
 
@@ -57,30 +57,46 @@ class Guard:
     """
 
     def __init__(self, model: torch.nn.Module, runner: object, device: torch.device, graphs: bool) -> None:
-        began = time.monotonic()
         self._model = {_ROOT: model}
-        seen = _census(device, graphs)
+        self._runner, self._device, self._graphs = runner, device, graphs
+        self._adopter = Adopter(Pins({}))
+        self.seal()
+
+    def seal(self) -> None:
+        """Take the census and fix what must hold from now on; again after graphs were captured anew.
+
+        Raises:
+            UnsupportedEngine: as at the start. What was sealed before still holds then.
+        """
+        began = time.monotonic()
+        seen = _census(self._device, self._graphs)
         counted = time.monotonic()
         if seen is None:
             # Without graphs nothing outside the model counts: globals and buffers of a runner come and go.
-            self._roots: dict[str, object] = dict(self._model)
-            self._globals: tuple[str, ...] = ()
-            found, reads = _without_handles(rewalk(self._roots)), None
+            roots: dict[str, object] = dict(self._model)
+            globals_: tuple[str, ...] = ()
+            found, reads = _without_handles(rewalk(roots)), None
         else:
-            self._roots = {**self._model, "runner": runner}
-            swept = sweep(self._roots)
-            self._globals = swept.globals
+            roots = {**self._model, "runner": self._runner}
+            swept = sweep(roots)
+            globals_ = swept.globals
             reads = [Read(b.address + offset, b.nbytes, ", ".join(b.kernels[:3])) for b in seen.external for offset in b.offsets]
             found = _only_read(swept.everything, seen)
-        pins = pin(found)
-        self.contract = Contract.seal(slots_of(pins, reads), found.scalars)
-        self._adopter = Adopter(pins)
+        pins = _with_earlier(pin(found), self._adopter.pins, seen)
+        # Without graphs no kernel keeps a number.
+        self.contract = Contract.seal(slots_of(pins, reads), found.scalars if seen is not None else {})
+        self._roots, self._globals, self._adopter.pins = roots, globals_, pins
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
         if seen is not None:
             counts |= {"graphs": seen.graphs, "graph_nodes_unread": sum(seen.unread.values())}
         self.sealed = Sealed(counts, {"census": counted - began, "seal": time.monotonic() - counted})
         for slot in self.contract.unowned[:_LOGGED]:
             logger.warning("a captured graph reads %s (%d bytes, %s), which nobody owns", slot.name, slot.nbytes, slot.kernel)
+
+    def scalars_changed(self) -> list[str]:
+        """Paths of sealed host numbers that have another value now, or none: a captured kernel keeps the old one."""
+        now = rewalk(self._roots, self._globals).scalars
+        return [path for path, value in self.contract.scalars.items() if not same_number(value, now.get(path))]
 
     def repair(self) -> Adoption:
         """Bring back what a reload has moved. The engine must be paused."""
@@ -133,6 +149,16 @@ def _only_read(found: Walk, seen: census.Census) -> Walk:
         if at is None or not at[0] or seen.find(at[0]) is None:
             del found.tensors[path]
     return found
+
+
+def _with_earlier(pins: Pins, earlier: Pins, seen: census.Census | None) -> Pins:
+    """Keep what was held before and a graph still reads, though no path leads there now: its memory must not be handed out."""
+    if seen is None:
+        return pins
+    now = {held.address for held in (*pins.by_path.values(), *pins.anonymous)}
+    left = {held.address: held for held in (*earlier.by_path.values(), *earlier.anonymous) if held.address not in now}
+    still = (replace(held, path=f"<once {held.path}>") for address, held in left.items() if address and seen.find(address))
+    return replace(pins, anonymous=(*pins.anonymous, *still))
 
 
 def _census(device: torch.device, graphs: bool) -> Any:
