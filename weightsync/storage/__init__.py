@@ -13,6 +13,7 @@ Reading order:
     sweep.py        tensors that no walk finds: module globals, and the anonymous
     pins.py         strong references to storages; slots and places out of a walk
     adopt.py        repair: new values into the old storage, the new tensors onto it
+    selftest.py     poison what an update has written, and see what comes back
     graph_nodes.py  words in the parameters of a CUDA graph's nodes
     census.py       those of all graphs alive, joined with the allocator's blocks
 
@@ -31,6 +32,6 @@ As a worker drives them:
 `reads` are the addresses of a census; None, on a CPU, takes every storage that the
 walk found for one that is read.
 
-Not covered: memory that only C++ or a numpy array holds, and values: that a storage is
-where it was says nothing about what is in it.
+Not covered: memory that only C++ or a numpy array holds, and, save for the self-test,
+values: that a storage is where it was says nothing about what is in it.
 """

@@ -83,7 +83,8 @@ class Guard:
             reads = [Read(b.address + offset, b.nbytes, ", ".join(b.kernels[:3])) for b in seen.external for offset in b.offsets]
             found = _only_read(swept.everything, seen)
         pins = _with_earlier(pin(found), self._adopter.pins, seen)
-        self.contract = Contract.seal(slots_of(pins, reads), found.scalars)
+        # Without graphs no kernel keeps a number.
+        self.contract = Contract.seal(slots_of(pins, reads), found.scalars if seen is not None else {})
         self._roots, self._globals, self._adopter.pins = roots, globals_, pins
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
         if seen is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from types import ModuleType
 
 import vllm
@@ -50,17 +51,26 @@ def require_supported() -> None:
             hint="Install one of those",
         )
     for module, functions in PROVED_SOURCES.items():
-        for name, proved in functions.items():
-            if _hash(module, name) not in proved:
-                raise UnsupportedEngine(
-                    f"vLLM {vllm_version()}: {name} in {module.__name__} is not the one that was proved",
-                    hint="Install an unchanged vLLM of a proved version",
-                )
+        require_sources(module, functions)
 
 
-def _hash(module: ModuleType, name: str) -> str:
-    try:
-        source = inspect.getsource(getattr(module, name))
-    except (OSError, AttributeError):  # replaced at run time by something that has none, or gone
-        source = ""
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+def require_sources(owner: ModuleType | type, functions: Mapping[str, set[str]]) -> None:
+    """Refuse functions that are not those that were read.
+
+    Args:
+        owner: module or class that has them.
+        functions: name to the hashes of sources that were proved.
+
+    Raises:
+        UnsupportedEngine: names the function.
+    """
+    for name, proved in functions.items():
+        try:
+            source = inspect.getsource(getattr(owner, name))
+        except (OSError, AttributeError):  # replaced at run time by something that has none, or gone
+            source = ""
+        if hashlib.sha256(source.encode()).hexdigest()[:16] not in proved:
+            raise UnsupportedEngine(
+                f"vLLM {vllm_version()}: {name} in {owner.__name__} is not the one that was proved",
+                hint="Install an unchanged vLLM of a proved version",
+            )
