@@ -68,13 +68,14 @@ def scratch_of(model: torch.nn.Module, contract: Contract, pins: Pins) -> dict[s
 def refill(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Fill floats with NaN, byte by byte, and all else with zero; path to what it was filled with."""
     done = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for path, tensor in tensors.items():
+    with torch.no_grad():
+        for path, held in tensors.items():
+            tensor = held.detach()  # an inference tensor may not be written to, a detached one may
             if tensor.is_floating_point():
                 whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-                tensor.detach().view(whole).fill_(255 if whole is torch.uint8 else -1)
+                tensor.view(whole).fill_(255 if whole is torch.uint8 else -1)
             else:
-                tensor.detach().zero_()
+                tensor.zero_()
             done[path] = f"{'NaN' if tensor.is_floating_point() else 'zero'}, {tensor.nbytes} bytes"
     return done
 

@@ -17,11 +17,12 @@ from tests import stale_extension
 from weightsync import cli
 from weightsync.check import run
 from weightsync.check.contents import contents, differing
+from weightsync.check.probe import under_test
 from weightsync.check.show import show
 from weightsync.errors import ConfigError, DeadlineExceeded, EngineDied, UnsupportedEngine
+from weightsync.storage.contract import Contract, Kind, Layout, Slot
 
 Checkpoint = Callable[[str, int], Path]
-NORM = "model.model.layers.{}.input_layernorm.weight"
 
 
 @pytest.fixture
@@ -143,6 +144,24 @@ def test_contents_differ_by_value_and_by_path_and_leave_scratch_out() -> None:
     assert contents(one)["scratch"] == {"model.workspace": {"rule": "workspace", "nbytes": 16}}
 
 
+def test_neither_caches_nor_the_inputs_of_a_step_are_tested_and_a_draft_models_weights_are() -> None:
+    def slot(address: int, kind: Kind, *paths: str) -> Slot:
+        return Slot(address, 8, paths, Layout("int32", (2,), (1,)) if paths else None, kind=kind)
+
+    kept = [
+        slot(1, Kind.WEIGHT, "model.w"),
+        slot(2, Kind.DERIVED, "runner.table", "model.table"),
+        slot(3, Kind.DERIVED, "vllm.kernels:TABLE"),
+        slot(4, Kind.WEIGHT, "runner.drafter.model.w"),
+    ]
+    left = [
+        slot(5, Kind.DERIVED, "runner.input_ids"),
+        slot(6, Kind.DERIVED, "model.attn.kv_cache", "runner.kv_caches[0]"),
+        slot(7, Kind.ANONYMOUS),
+    ]
+    assert under_test(Contract.seal([*kept, *left])) == kept
+
+
 # --- real engines ------------------------------------------------------------------------------
 
 
@@ -164,9 +183,9 @@ def test_values_that_go_stale_fail_the_check_by_name(checkpoint: Checkpoint, mon
     stale = {"worker_extension_cls": f"{stale_extension.__name__}.StaleExtension"}
     found = run.check(checkpoint("qwen3", 1), checkpoint("qwen3", 2), engine_args=stale)
     assert not found["ok"]
-    assert found["proof"]["differing"] == {NORM.format(0).removeprefix("model."): "value"}
+    assert found["proof"]["differing"] == {stale_extension.LEFT[2]: "value"}
     (line,) = found["proof"]["unrefreshed"]
-    assert line.startswith(f"{NORM.format(1)}: unrefreshed") and "256 bytes" in line and "nothing wrote it" in line
+    assert line.startswith(f"model.{stale_extension.LEFT[3]}: unrefreshed") and "256 bytes" in line and "nothing wrote it" in line
     assert found["proof"]["restored"] == 1
     with pytest.raises(UnsupportedEngine, match="must not serve"):
         run.require_ok(found)

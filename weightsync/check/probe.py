@@ -10,8 +10,8 @@ The report is an object with `failures`, plain sentences, each of which says tha
 such an engine must not serve, and `unproven`, what this run can't tell. A typed
 error of the worker's ends the run and is the report's `error`.
 
-Not covered: several workers; what `storage.selftest` and `contents` leave out, and
-values that differ between any two cold engines, which are taken for stale ones.
+Not covered: several workers; what `storage.selftest`, `contents` and `under_test` leave
+out; values that differ between any two cold engines, which are taken for stale ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightsync.check.contents import contents, differing, scratch_rule
 from weightsync.check.engine import OURS, Trainer, contract_report, generate, sealed_memory
 from weightsync.check.inputs import read_tensors
 from weightsync.errors import EngineDied, WeightSyncError
-from weightsync.storage.contract import Fault
+from weightsync.storage.contract import Contract, Fault, Kind, Slot
 from weightsync.storage.selftest import SelfTest
 
 #: Of tokens that every vocabulary has.
@@ -81,6 +81,20 @@ def warm(job: Job) -> dict[str, Any]:
     return Warm(job).run()
 
 
+def under_test(contract: Contract) -> list[Slot]:
+    """Slots that hold what weights bring: neither caches and workspaces, nor what the runner has beside parameters.
+
+    An update may run the model or capture its graphs, and that writes the runner's
+    inputs; a step would take poison in them for an index.
+    """
+    return [
+        slot
+        for slot in contract.slots
+        if not any(scratch_rule(path) for path in slot.paths)
+        and (slot.kind is Kind.WEIGHT or not all(path.startswith("runner.") for path in slot.paths))
+    ]
+
+
 class Warm:
     """An engine that was started on A, and what is found out about it.
 
@@ -102,7 +116,7 @@ class Warm:
         """Identity, then the proof, then whether the engine answers as before."""
         before, again = (generate(self._llm, PROMPTS, _MAX_TOKENS) for _ in range(2))
         contract, pins = sealed_memory(self._llm)
-        test = SelfTest((slot for slot in contract.slots if not any(scratch_rule(path) for path in slot.paths)), pins)
+        test = SelfTest(under_test(contract), pins)
         self._identity(test)
         if not self.report["failures"] and self._job.other:
             self._proof(test)
