@@ -17,7 +17,7 @@ from tests import stale_extension
 from weightsync import cli
 from weightsync.check import run
 from weightsync.check.contents import contents, differing
-from weightsync.check.probe import under_test
+from weightsync.check.probe import contract_failures, under_test
 from weightsync.check.show import show
 from weightsync.errors import ConfigError, DeadlineExceeded, EngineDied, UnsupportedEngine
 from weightsync.storage.contract import Contract, Kind, Layout, Slot
@@ -100,7 +100,13 @@ def test_an_engine_that_dies_or_hangs_is_a_typed_error_with_its_last_words(
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    contract = {"slots": {"weight": 3, "derived": 2}, "bytes": {"weight": 1024, "derived": 8}, "lost": 0, "seconds": {"seal": 0.25}}
+    loose = {"name": "<scratch at 0x10>", "kind": "scratch", "nbytes": 2048, "address": 16, "paths": 0, "kernel": "gemm", "where": "a.py:3"}
+    contract = {
+        "vllm_version": "0.33.0", "device": "cuda:0", "graphs": 3, "nodes": {"kernel": 50, "memcpy": 2}, "nodes_unread": {},
+        "slots": {"weight": 3, "derived": 2, "static": 0}, "nbytes": {"weight": 1024, "derived": 8, "static": 0},
+        "anonymous": [loose], "repaired": {f"m.{n}": {"adopted": 2} for n in range(12)}, "repaired_left_out": 5,
+        "lost": [], "truncated": [], "seals": 1, "seconds": {"seal": 0.25},
+    }  # fmt: skip
     whole = {
         "model": "/m", "other": "/n", "device": "cpu", "ok": True, "contract": contract, "repaired": 0, "failures": [], "unproven": [],
         "identity": {"slots": 5, "left_out": 1, "changed": []},
@@ -118,7 +124,10 @@ def shown(of: dict[str, Any]) -> str:
 
 def test_a_report_shows_slots_by_class_and_says_unproven_plainly() -> None:
     text = shown(report())
-    assert "weight" in text and "1,024" in text and "lost: 0" in text and "seal 0.25" in text
+    assert "weight" in text and "1,024" in text and "seal 0.25" in text and "lost" not in text and "static" not in text
+    assert "vLLM 0.33.0 on cuda:0; 3 captured graphs, 52 nodes, 0 of them unread" in text
+    assert "owned by nobody: 1" in text and "<scratch at 0x10> (2,048 bytes, gemm, a.py:3)" in text
+    assert "repaired so far: 17" in text and "m.9 (adopted 2)" in text and "m.10" not in text
     assert "4 slots poisoned (1,000 bytes), 0 unrefreshed" in text and "every value follows the weights" in text
     assert "outputs with the other weights, against a cold engine: equal to the bit" in text
     bare = {key: value for key, value in report(unproven=["whether it follows"]).items() if key != "proof"}
@@ -142,6 +151,14 @@ def test_contents_differ_by_value_and_by_path_and_leave_scratch_out() -> None:
     other.bias.data[1] += 1
     assert differing(contents(one), contents(other)) == {"bias": "value", "model.extra": "only here"}
     assert contents(one)["scratch"] == {"model.workspace": {"rule": "workspace", "nbytes": 16}}
+
+
+def test_a_contract_fails_by_what_could_not_be_read_or_may_derive_from_weights() -> None:
+    sealed = {"nodes_unread": {}, "possibly_derived": 0, "slots": {"weight": 3, "anonymous": 2}}
+    assert contract_failures(sealed, strict=False) == []
+    assert contract_failures(sealed, strict=True) == ["2 slot(s) are owned by nobody and of unknown age, and strict is set"]
+    (unread, derived) = contract_failures(sealed | {"nodes_unread": {"extra": 2, "size": 1}, "possibly_derived": 4}, strict=False)
+    assert unread == "3 graph node(s) could not be read" and derived.startswith("4 slot(s) that nobody owns may derive from weights")
 
 
 def test_neither_caches_nor_the_inputs_of_a_step_are_tested_and_a_draft_models_weights_are() -> None:

@@ -133,16 +133,37 @@ def mean_loss(llm: Any, streams: Sequence[Sequence[int]]) -> float:
 
 
 def contract_report(llm: Any) -> dict[str, Any]:
-    """The contract of the engine's first worker, as plain data. After `Trainer` was made."""
+    """The contract of the engine's first worker, as plain data. After `Trainer` was made.
+
+    Raises:
+        WeightSyncError: the worker's.
+    """
     try:
-        report: dict[str, Any] = llm.collective_rpc("weightsync_contract")[0]
+        answer = llm.collective_rpc("weightsync_contract")[0]
     except NotImplementedError:
-        contract, _ = sealed_memory(llm)
-        slots = {str(kind): count for kind, count in contract.kinds.items()}
-        nbytes = {str(kind): sum(slot.nbytes for slot in contract.slots if slot.kind is kind) for kind in contract.kinds}
-        named = sum(bool(slot.paths) for slot in contract.slots)
-        report = {"slots": slots, "bytes": nbytes, "named": named, "anonymous": len(contract.slots) - named}
+        return _from_the_seal(llm)
+    if answer["error"]:
+        raise WeightSyncError.from_dict(answer["error"])
+    report: dict[str, Any] = answer["contract"]
     return report
+
+
+def _from_the_seal(llm: Any) -> dict[str, Any]:
+    """What a worker without the call has sealed, in the form of its answer."""
+    import vllm
+
+    guard = llm.collective_rpc(lambda worker: worker._weightsync()._guard)[0]
+    slots = guard.contract.slots
+    kinds = {str(kind): [slot for slot in slots if slot.kind is kind] for kind in guard.contract.kinds}
+    loose = [{"name": s.name, "nbytes": s.nbytes, "kernel": s.kernel, "where": ""} for s in guard.contract.unowned]
+    return {
+        **{"vllm_version": vllm.__version__, "device": "", "graphs": guard.sealed.counts.get("graphs", 0), "nodes": {}},
+        "nodes_unread": {"any": guard.sealed.counts.get("graph_nodes_unread", 0)},
+        "slots": {kind: len(held) for kind, held in kinds.items()},
+        "nbytes": {kind: sum(slot.nbytes for slot in held) for kind, held in kinds.items()},
+        **{"anonymous": loose, "possibly_derived": 0, "repaired": {}, "repaired_left_out": 0, "lost": [], "unproven": [], "truncated": []},
+        **{"seals": 1, "seconds": guard.sealed.seconds},
+    }
 
 
 def sealed_memory(llm: Any) -> tuple[Contract, Pins]:
