@@ -157,12 +157,22 @@ def _from_the_seal(llm: Any) -> dict[str, Any]:
     kinds = {str(kind): [slot for slot in slots if slot.kind is kind] for kind in guard.contract.kinds}
     loose = [{"name": s.name, "nbytes": s.nbytes, "kernel": s.kernel, "where": ""} for s in guard.contract.unowned]
     return {
-        **{"vllm_version": vllm.__version__, "device": "", "graphs": guard.sealed.counts.get("graphs", 0), "nodes": {}},
+        "vllm_version": vllm.__version__,
+        "device": "",
+        "graphs": guard.sealed.counts.get("graphs", 0),
+        "nodes": {},
         "nodes_unread": {"any": guard.sealed.counts.get("graph_nodes_unread", 0)},
         "slots": {kind: len(held) for kind, held in kinds.items()},
         "nbytes": {kind: sum(slot.nbytes for slot in held) for kind, held in kinds.items()},
-        **{"anonymous": loose, "possibly_derived": 0, "repaired": {}, "repaired_left_out": 0, "lost": [], "unproven": [], "truncated": []},
-        **{"seals": 1, "seconds": guard.sealed.seconds},
+        "anonymous": loose,
+        "possibly_derived": 0,
+        "repaired": {},
+        "repaired_left_out": 0,
+        "lost": [],
+        "unproven": [],
+        "truncated": [],
+        "seals": 1,
+        "seconds": guard.sealed.seconds,
     }
 
 
