@@ -71,9 +71,10 @@ class Warm:
         make: builds the model; layers load through the loaders on their parameters and
             are processed by their `quant_method`.
         weights: what to load first, parameter path to tensor, in the form of a checkpoint.
+        dtype: the model's, torch's default while layers are made and processed.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
         from vllm.config import VllmConfig
         from vllm.model_executor.model_loader.reload import layerwise
 
@@ -82,7 +83,7 @@ class Warm:
 
         self._layerwise, self._compat = layerwise, vllm_compat
         self.config = VllmConfig()
-        self.config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        self.config.model_config = SimpleNamespace(dtype=dtype)
         with vllm_compat.cold_load_context(self.config):
             with blueprint.Constants() as constants, torch.device("meta"):
                 self._fresh = blueprint.read(make(), constants)

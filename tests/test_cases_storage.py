@@ -27,6 +27,7 @@ from weightsync.check.environment import ENGINE_ENV
 from weightsync.config import EngineSettings
 from weightsync.fleet import vllm_api
 from weightsync.storage.contract import What
+from weightsync.storage.owners import walk
 from weightsync.storage.pins import snapshot, unchanged
 
 
@@ -558,7 +559,7 @@ def test_settings_for_the_worker_arrive_in_it(engine: Any) -> None:
     assert started["told"] == {"weightsync": {"strict": False, "unknown_vllm": "observe"}}
 
 
-def mixer(state: dict[str, Any]) -> dict[str, Any]:
+def mixer(state: dict[str, Any], dtype: torch.dtype) -> dict[int, list[str]]:
     """An identity update, then new weights, through vLLM's own Mamba layer: what differs."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
@@ -579,25 +580,29 @@ def mixer(state: dict[str, Any]) -> dict[str, Any]:
         return {f"mixer.{name}": torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
     def held(warm: Warm) -> dict[str, torch.Tensor]:
-        model = warm.model.mixer
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()} | {
-            "alias": model.conv_weights - model.conv1d.weight[:, 0]
-        }
+        found = walk(warm.model, "model").tensors
+        return {path: tensor.detach().clone() for path, tensor in found.items() if not path.endswith(".handler_tensor")}
 
     found = {}
-    warm = Warm(make, weights(1))
+    warm = Warm(make, weights(1), dtype)
     for seed in (1, 2):
         done = warm.ours(weights(seed))
-        now, want = held(warm), held(Warm(make, weights(seed)))
-        found[seed] = [name for name in want if not torch.equal(now[name], want[name])]
+        now, want = held(warm), held(Warm(make, weights(seed), dtype))
+        found[seed] = [path for path in want if not torch.equal(now[path], want[path])]
         found[seed] += [str(fault) for fault in warm.verdict().faults] + ([] if done.ok else [str(done)])
-        found[seed] += ["alias"] if now["alias"].any() else []
     return found
 
 
 @pytest.mark.engine
-def test_vectors_per_head_and_the_alias_of_a_convolution_follow_in_a_state_space_layer(engine: Any) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        # Processing then packs the convolution into other memory, and the alias keeps the old weights, in vLLM's reload and in ours.
+        pytest.param(torch.bfloat16, marks=pytest.mark.xfail(strict=torch.cpu._is_avx512_bf16_supported())),
+    ],
+)
+def test_vectors_per_head_and_the_alias_of_a_convolution_follow_in_a_state_space_layer(engine: Any, dtype: torch.dtype) -> None:
     """A loader that writes twice made the layer count as complete too early: its last vector was dropped."""
     peer, _ = engine
-    assert peer.call(mixer, seconds=SECONDS) == {1: [], 2: []}
+    assert peer.call(mixer, dtype, seconds=SECONDS) == {1: [], 2: []}
