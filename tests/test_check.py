@@ -161,7 +161,7 @@ def test_a_contract_fails_by_what_could_not_be_read_or_may_derive_from_weights()
     assert unread == "3 graph node(s) could not be read" and derived.startswith("4 slot(s) that nobody owns may derive from weights")
 
 
-def test_neither_caches_nor_the_inputs_of_a_step_are_tested_and_a_draft_models_weights_are() -> None:
+def test_neither_caches_nor_the_engines_own_memory_are_tested_and_a_draft_models_weights_are() -> None:
     def slot(address: int, kind: Kind, *paths: str) -> Slot:
         return Slot(address, 8, paths, Layout("int32", (2,), (1,)) if paths else None, kind=kind)
 
@@ -172,9 +172,8 @@ def test_neither_caches_nor_the_inputs_of_a_step_are_tested_and_a_draft_models_w
         slot(4, Kind.WEIGHT, "runner.drafter.model.w"),
     ]
     left = [
-        slot(5, Kind.DERIVED, "runner.input_ids"),
+        slot(5, Kind.ENGINE, "runner.input_ids"),
         slot(6, Kind.DERIVED, "model.attn.kv_cache", "runner.kv_caches[0]"),
-        slot(7, Kind.ANONYMOUS),
     ]
     assert under_test(Contract.seal([*kept, *left])) == kept
 

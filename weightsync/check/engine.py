@@ -138,42 +138,11 @@ def contract_report(llm: Any) -> dict[str, Any]:
     Raises:
         WeightSyncError: the worker's.
     """
-    try:
-        answer = llm.collective_rpc("weightsync_contract")[0]
-    except NotImplementedError:
-        return _from_the_seal(llm)
+    answer = llm.collective_rpc("weightsync_contract")[0]
     if answer["error"]:
         raise WeightSyncError.from_dict(answer["error"])
     report: dict[str, Any] = answer["contract"]
     return report
-
-
-def _from_the_seal(llm: Any) -> dict[str, Any]:
-    """What a worker without the call has sealed, in the form of its answer."""
-    import vllm
-
-    guard = llm.collective_rpc(lambda worker: worker._weightsync()._guard)[0]
-    slots = guard.contract.slots
-    kinds = {str(kind): [slot for slot in slots if slot.kind is kind] for kind in guard.contract.kinds}
-    loose = [{"name": s.name, "nbytes": s.nbytes, "kernel": s.kernel, "where": ""} for s in guard.contract.unowned]
-    return {
-        "vllm_version": vllm.__version__,
-        "device": "",
-        "graphs": guard.sealed.counts.get("graphs", 0),
-        "nodes": {},
-        "nodes_unread": {"any": guard.sealed.counts.get("graph_nodes_unread", 0)},
-        "slots": {kind: len(held) for kind, held in kinds.items()},
-        "nbytes": {kind: sum(slot.nbytes for slot in held) for kind, held in kinds.items()},
-        "anonymous": loose,
-        "possibly_derived": 0,
-        "repaired": {},
-        "repaired_left_out": 0,
-        "lost": [],
-        "unproven": [],
-        "truncated": [],
-        "seals": 1,
-        "seconds": guard.sealed.seconds,
-    }
 
 
 def sealed_memory(llm: Any) -> tuple[Contract, Pins]:

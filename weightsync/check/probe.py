@@ -82,17 +82,12 @@ def warm(job: Job) -> dict[str, Any]:
 
 
 def under_test(contract: Contract) -> list[Slot]:
-    """Slots that hold what weights bring: neither caches and workspaces, nor what the runner has beside parameters.
+    """Slots that hold what weights bring: neither caches and workspaces, nor the engine's own.
 
-    An update may run the model or capture its graphs, and that writes the runner's
+    An update may run the model or capture its graphs, and that writes the engine's
     inputs; a step would take poison in them for an index.
     """
-    return [
-        slot
-        for slot in contract.slots
-        if not any(scratch_rule(path) for path in slot.paths)
-        and (slot.kind is Kind.WEIGHT or not all(path.startswith("runner.") for path in slot.paths))
-    ]
+    return [slot for slot in contract.slots if slot.kind is not Kind.ENGINE and not any(scratch_rule(path) for path in slot.paths)]
 
 
 def contract_failures(contract: Mapping[str, Any], strict: bool) -> list[str]:
