@@ -29,8 +29,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from weightsync.check.contents import differing
+
 Outputs = Mapping[str, Any]
-Contents = Mapping[str, Any]
 #: Paths of each kind that are written out; the rest is a number.
 _SHOWN, _UNSTABLE_SHOWN = 8, 40
 #: In a file that shows the table; it lies between them.
@@ -95,17 +96,6 @@ def outputs_gap(left: Outputs, right: Outputs) -> tuple[int, float]:
 def _finite(gap: float) -> float | None:
     """For JSON, which has no infinity; None also marks an engine that answers with NaN."""
     return gap if gap < float("inf") else None
-
-
-def differing(left: Contents, right: Contents) -> dict[str, str]:
-    """Paths that two engines don't agree on, and how: `value`, `only here`, `only there`."""
-    found: dict[str, str] = {}
-    for kind in ("registered", "owned", "scalars"):
-        here, there = left[kind], right[kind]
-        found |= {path: "value" for path in here.keys() & there.keys() if here[path] != there[path]}
-        found |= {path: "only here" for path in here.keys() - there.keys()}
-        found |= {path: "only there" for path in there.keys() - here.keys()}
-    return dict(sorted(found.items()))
 
 
 @dataclass

@@ -134,6 +134,7 @@ def test_a_slot_whose_memory_went_is_unrefreshed_and_not_written() -> None:
     (fault,) = test.unrefreshed()
     assert fault.path == "m.inverse" and fault.detail == "its memory is gone"
     assert test.restore() == 0
+    assert model.inverse.untyped_storage().nbytes() == 0, "a look must not give it new memory"
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int8, torch.float16, torch.float64, torch.complex64, torch.complex128])

@@ -5,6 +5,7 @@ Not covered: memory that no Python object holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ def contents(model: torch.nn.Module) -> dict[str, Any]:
         "addresses": {name: tensor.data_ptr() for name, tensor in registered.items()},
         "truncated": list(found.truncated),
     }
+
+
+def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, str]:
+    """Paths that two engines don't agree on, and how: `value`, `only here`, `only there`."""
+    found: dict[str, str] = {}
+    for kind in ("registered", "owned", "scalars"):
+        here, there = left[kind], right[kind]
+        found |= {path: "value" for path in here.keys() & there.keys() if here[path] != there[path]}
+        found |= {path: "only here" for path in here.keys() - there.keys()}
+        found |= {path: "only there" for path in there.keys() - here.keys()}
+    return dict(sorted(found.items()))
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

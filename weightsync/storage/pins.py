@@ -47,15 +47,16 @@ def places(found: Walk, wanted: Iterable[str] = ()) -> dict[str, Place]:
     out: dict[str, Place] = {}
     with torch._C.DisableTorchFunctionSubclass():  # no subclass has a say in where it lies
         for path, tensor in found.tensors.items():
-            if (at := _readable_place(tensor)) is not None:
+            if (at := readable_place(tensor)) is not None:
                 out[path] = at
         for path in wanted:
-            if path not in out and (other := found.resolve(path)) is not None and (at := _readable_place(other)) is not None:
+            if path not in out and (other := found.resolve(path)) is not None and (at := readable_place(other)) is not None:
                 out[path] = at
     return out
 
 
-def _readable_place(tensor: torch.Tensor) -> Place | None:
+def readable_place(tensor: torch.Tensor) -> Place | None:
+    """`place` of anything that a walk may find."""
     # Asking a fake tensor for its pointer warns, and in some versions raises.
     return None if type(tensor).__module__.startswith("torch._subclasses") else place(tensor)
 
@@ -63,7 +64,7 @@ def _readable_place(tensor: torch.Tensor) -> Place | None:
 def storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Path to storage address, of tensors that have memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        at = {path: _readable_place(tensor) for path, tensor in tensors.items()}
+        at = {path: readable_place(tensor) for path, tensor in tensors.items()}
     return {path: found[0] for path, found in at.items() if found is not None and found[0]}
 
 
@@ -140,7 +141,7 @@ class Pins:
 def pin_one(path: str, tensor: torch.Tensor) -> Pin | None:
     """A strong reference to one tensor's storage; None when it has no storage of its own."""
     with torch._C.DisableTorchFunctionSubclass():
-        at = _readable_place(tensor)
+        at = readable_place(tensor)
         if at is None:
             return None
         try:

@@ -67,6 +67,9 @@ def sweep(exclude: Mapping[str, object]) -> Sweep:
 def _name(walker: Walker, loose: dict[int, torch.Tensor]) -> Iterator[str]:
     """Globals below which loose tensors lie; takes those tensors out of `loose`."""
     for name, value in _globals():
+        # Most are descriptors of C, or functions that other modules have as well.
+        if not walker.is_new(value):
+            continue
         mark = walker.mark()
         walker.add(value, name)
         new = storages(walker.since(mark)).values() if walker.mark() != mark else ()

@@ -23,8 +23,9 @@ import torch
 from weightsync.errors import UnsupportedEngine, VerdictNotOk
 from weightsync.storage import census
 from weightsync.storage.adopt import Adopter, Adoption
-from weightsync.storage.contract import Contract, Kind, Verdict, compare, same_number
-from weightsync.storage.owners import Walk, rewalk
+from weightsync.storage.contract import Contract, Kind, Place, Verdict, compare, same_number
+from weightsync.storage.lookup import Lookup
+from weightsync.storage.owners import Walk, resolve_global, rewalk
 from weightsync.storage.pins import Pins, Read, pin, place, places, slots_of
 from weightsync.storage.sweep import sweep
 from weightsync.worker import vllm_compat
@@ -82,20 +83,23 @@ class Guard:
             globals_ = swept.globals
             reads = [Read(b.address + offset, b.nbytes, ", ".join(b.kernels[:3])) for b in seen.external for offset in b.offsets]
             found = _only_read(swept.everything, seen)
+        owned = time.monotonic()
         pins = _with_earlier(pin(found), self._adopter.pins, seen)
         # Without graphs no kernel keeps a number.
         self.contract = Contract.seal(slots_of(pins, reads), found.scalars if seen is not None else {})
         self._roots, self._globals, self._adopter.pins = roots, globals_, pins
+        self._lookup = Lookup(found, self.contract.places, self.contract.scalars)
+        self._walked = self._lookup.differs(self._lookup.find(self._live()), found)
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
         if seen is not None:
             counts |= {"graphs": seen.graphs, "graph_nodes_unread": sum(seen.unread.values())}
-        self.sealed = Sealed(counts, {"census": counted - began, "seal": time.monotonic() - counted})
+        self.sealed = Sealed(counts, {"census": counted - began, "owners": owned - counted, "seal": time.monotonic() - counted})
         for slot in self.contract.unowned[:_LOGGED]:
             logger.warning("a captured graph reads %s (%d bytes, %s), which nobody owns", slot.name, slot.nbytes, slot.kernel)
 
     def scalars_changed(self) -> list[str]:
         """Paths of sealed host numbers that have another value now, or none: a captured kernel keeps the old one."""
-        now = rewalk(self._roots, self._globals).scalars
+        now = self._now()[1]
         return [path for path, value in self.contract.scalars.items() if not same_number(value, now.get(path))]
 
     def repair(self) -> Adoption:
@@ -104,14 +108,26 @@ class Guard:
 
     def verify(self, repaired: Adoption) -> Verdict:
         """Whether every slot lies where it was sealed."""
-        now = rewalk(self._roots, self._globals)
+        now, numbers = self._now()
         return compare(
             self.contract,
-            places(now, self.contract.places),
-            scalars=now.scalars,
+            now,
+            scalars=numbers,
             repaired=repaired.adopted,
             allow_anonymous=True,  # counted and logged at the seal; what they hold can't be told from here
         )
+
+    def _now(self) -> tuple[dict[str, Place], dict[str, float]]:
+        """Where each sealed path leads, and the sealed numbers, as they are now."""
+        if self._walked:
+            found = rewalk(self._roots, self._globals)
+            return places(found, self.contract.places), found.scalars
+        values = self._lookup.find(self._live())
+        return self._lookup.places(values), self._lookup.numbers(values)
+
+    def _live(self) -> dict[str, object]:
+        """What a look-up starts from: the roots, and the globals that are still there."""
+        return self._roots | {name: value for name in self._globals for value in resolve_global(name)}
 
     def broken(self, repaired: Adoption, verdict: Verdict) -> VerdictNotOk | None:
         """What a broken contract means, with the slots, the kernels that read them, and their bytes; None when it holds."""
