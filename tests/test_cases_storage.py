@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -508,8 +508,7 @@ def test_layers_without_checkpoint_weights_raise_no_alarm(engine: Any, checkpoin
     """Every update warned that rotary embeddings had failed to load."""
     peer, _ = engine
     said = peer.call(update, checkpoint("int8-channel", 1), False, seconds=SECONDS)["said"]
-    assert [line for line in said if line[0].startswith("weightsync")] == []
-    assert {text for name, text in said if name.endswith(".layerwise")} <= {"RotaryEmbedding: Failed to load weights"}  # vLLM's own
+    assert [line for line in said if line[0].startswith("weightsync") or line[0].endswith(".layerwise")] == []
 
 
 @pytest.mark.engine
@@ -554,14 +553,7 @@ def mixer(state: dict[str, Any], dtype: torch.dtype) -> dict[int, list[str]]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        # Processing then packs the convolution into other memory, and the alias keeps the old weights, in vLLM's reload and in ours.
-        pytest.param(torch.bfloat16, marks=pytest.mark.xfail(strict=torch.cpu._is_avx512_bf16_supported())),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in bfloat16 processing packs the convolution into other memory
 def test_vectors_per_head_and_the_alias_of_a_convolution_follow_in_a_state_space_layer(engine: Any, dtype: torch.dtype) -> None:
     """A loader that writes twice made the layer count as complete too early: its last vector was dropped."""
     peer, _ = engine
