@@ -70,7 +70,8 @@ class Matrix:
 
     def run(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """All rows, at most `--jobs` processes at a time; returns those that have a result."""
-        with ThreadPoolExecutor(max(1, len(rows))) as pool:
+        # No more rows at a time than processes: those begun come to their end before others begin.
+        with ThreadPoolExecutor(max(1, min(len(rows), self.options.jobs))) as pool:
             for future in [pool.submit(self._row, row) for row in rows]:
                 try:
                     future.result()
