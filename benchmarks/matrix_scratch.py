@@ -2,19 +2,20 @@
 
 `press` overwrites what was freed, `refill` what is scratch by a path or by the
 contract, `blank` what captured graphs read and nobody owns. Only floats are ever
-filled with ones (NaN): a lock with anything but zero in it can hang a GPU.
+filled with ones (NaN), all else with zero: a lock with anything but zero in it can
+hang a GPU.
 
 Not covered: a lock kept in a float's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from weightsync.check.contents import scratch_rule
-from weightsync.storage.contract import Contract, Kind
+from weightsync.storage.contract import Contract, Kind, Slot
 from weightsync.storage.graph_nodes import load_driver
 from weightsync.storage.owners import walk
 from weightsync.storage.pins import Pins
@@ -68,32 +69,36 @@ def scratch_of(model: torch.nn.Module, contract: Contract, pins: Pins) -> dict[s
 def refill(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Fill floats with NaN, byte by byte, and all else with zero; path to what it was filled with."""
     done = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for path, tensor in tensors.items():
+    with torch.no_grad():
+        for path, held in tensors.items():
+            tensor = held.detach()  # an inference tensor may not be written to, a detached one may
             if tensor.is_floating_point():
                 whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-                tensor.detach().view(whole).fill_(255 if whole is torch.uint8 else -1)
+                tensor.view(whole).fill_(255 if whole is torch.uint8 else -1)
             else:
-                tensor.detach().zero_()
+                tensor.zero_()
             done[path] = f"{'NaN' if tensor.is_floating_point() else 'zero'}, {tensor.nbytes} bytes"
     return done
 
 
-def blank(contract: Contract) -> dict[str, str]:
-    """Zero the allocator's blocks that captured graphs read and nobody owns; slot to size.
+def unowned(contract: Contract, scratch: bool) -> list[Slot]:
+    """Slots without an owner: those that the contract calls scratch, or the others."""
+    return [slot for slot in contract.slots if not slot.paths and (slot.kind is Kind.SCRATCH) == scratch]
 
-    Nothing says that they are scratch: afterwards the engine may answer anything.
-    """
-    addresses = {slot.address: slot for slot in contract.slots if not slot.paths}
-    if not addresses:
+
+def blank(slots: Sequence[Slot]) -> dict[str, str]:
+    """Zero the allocator's blocks in which slots without an owner lie; slot to what was done."""
+    if not slots:
         return {}
-    driver, done = load_driver(), {}
     torch.cuda.synchronize()
+    driver = load_driver()
+    done = {slot.name: "not the allocator's" for slot in slots}
     for segment in torch.cuda.memory_snapshot():
         for block in segment["blocks"]:
-            inside = [slot for at, slot in addresses.items() if block["address"] <= at < block["address"] + block["size"]]
+            inside = [slot for slot in slots if block["address"] <= slot.address < block["address"] + block["size"]]
             if inside:
                 (error,) = driver.cuMemsetD8(block["address"], 0, block["size"])
-                done[inside[0].name] = f"{block['size']} bytes, {inside[0].kernel}" if int(error) == 0 else f"refused: {error}"
+                said = f"zero, {block['size']} bytes" if int(error) == 0 else f"refused: {error}"
+                done |= {slot.name: f"{said}, {slot.kernel}" for slot in inside}
     torch.cuda.synchronize()
     return done

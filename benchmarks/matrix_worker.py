@@ -6,7 +6,7 @@ to the job's `out`, anew after each step, so that a crash loses nothing. Modes:
     cold-…       start on the weights `a` or `b`, and that is all
     stock        start on `a`; then vLLM's own `reload_weights` from disk: a, b, b under pressure, a
     weightsync   the same through our worker extension, a sender in a thread of this process, and gloo;
-                 then with scratch refilled, and last with what nobody owns set to zero
+                 then with scratch overwritten, and last with all else that nobody owns set to zero
 
 After each step: greedy tokens and log-probabilities, twice, to see whether this
 engine repeats itself; the mean loss on fixed streams; a digest of every tensor that
@@ -88,7 +88,8 @@ class Run:
             if self._trainer is not None:
                 step, letter = REFILLED
                 contract, pins = sealed_memory(self._llm)
-                self._note(step, letter, {"refilled": matrix_scratch.refill(matrix_scratch.scratch_of(self._model, contract, pins))})
+                named = matrix_scratch.refill(matrix_scratch.scratch_of(self._model, contract, pins))
+                self._note(step, letter, {"refilled": named | matrix_scratch.blank(matrix_scratch.unowned(contract, scratch=True))})
                 self._blank()
         except Exception as exc:
             notes = "; ".join(getattr(exc, "__notes__", ()))
@@ -149,14 +150,15 @@ class Run:
         self._write()
 
     def _blank(self) -> None:
-        """Evidence, not a step: whether this engine answers as before without what nobody owns."""
+        """Evidence, not a step: whether this engine answers as before without what nobody owns and nothing shows to be scratch."""
         contract, _ = sealed_memory(self._llm)
-        if not any(not slot.paths for slot in contract.slots):
+        left = matrix_scratch.unowned(contract, scratch=False)
+        if not left:
             return
         self.record["blanked"] = {"outputs": "the process ended", "slots": {}}
         self._write()  # this is what stays when a kernel takes a zero for an address
         try:
-            self.record["blanked"]["slots"] = bounded(matrix_scratch.blank(contract))
+            self.record["blanked"]["slots"] = bounded(matrix_scratch.blank(left))
             outputs = generate(self._llm, self.job.prompts, self.job.max_tokens)
             same = outputs == self.record["steps"][-1]["outputs"]
             self.record["blanked"]["outputs"] = "equal to the bit" if same else "others"

@@ -17,11 +17,12 @@ from tests import stale_extension
 from weightsync import cli
 from weightsync.check import run
 from weightsync.check.contents import contents, differing
+from weightsync.check.probe import contract_failures, under_test
 from weightsync.check.show import show
 from weightsync.errors import ConfigError, DeadlineExceeded, EngineDied, UnsupportedEngine
+from weightsync.storage.contract import Contract, Kind, Layout, Slot
 
 Checkpoint = Callable[[str, int], Path]
-NORM = "model.model.layers.{}.input_layernorm.weight"
 
 
 @pytest.fixture
@@ -99,7 +100,13 @@ def test_an_engine_that_dies_or_hangs_is_a_typed_error_with_its_last_words(
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    contract = {"slots": {"weight": 3, "derived": 2}, "bytes": {"weight": 1024, "derived": 8}, "lost": 0, "seconds": {"seal": 0.25}}
+    loose = {"name": "<scratch at 0x10>", "kind": "scratch", "nbytes": 2048, "address": 16, "paths": 0, "kernel": "gemm", "where": "a.py:3"}
+    contract = {
+        "vllm_version": "0.33.0", "device": "cuda:0", "graphs": 3, "nodes": {"kernel": 50, "memcpy": 2}, "nodes_unread": {},
+        "slots": {"weight": 3, "derived": 2, "static": 0}, "nbytes": {"weight": 1024, "derived": 8, "static": 0},
+        "anonymous": [loose], "repaired": {f"m.{n}": {"adopted": 2} for n in range(12)}, "repaired_left_out": 5,
+        "lost": [], "truncated": [], "seals": 1, "seconds": {"seal": 0.25},
+    }  # fmt: skip
     whole = {
         "model": "/m", "other": "/n", "device": "cpu", "ok": True, "contract": contract, "repaired": 0, "failures": [], "unproven": [],
         "identity": {"slots": 5, "left_out": 1, "changed": []},
@@ -117,7 +124,10 @@ def shown(of: dict[str, Any]) -> str:
 
 def test_a_report_shows_slots_by_class_and_says_unproven_plainly() -> None:
     text = shown(report())
-    assert "weight" in text and "1,024" in text and "lost: 0" in text and "seal 0.25" in text
+    assert "weight" in text and "1,024" in text and "seal 0.25" in text and "lost" not in text and "static" not in text
+    assert "vLLM 0.33.0 on cuda:0; 3 captured graphs, 52 nodes, 0 of them unread" in text
+    assert "owned by nobody: 1" in text and "<scratch at 0x10> (2,048 bytes, gemm, a.py:3)" in text
+    assert "repaired so far: 17" in text and "m.9 (adopted 2)" in text and "m.10" not in text
     assert "4 slots poisoned (1,000 bytes), 0 unrefreshed" in text and "every value follows the weights" in text
     assert "outputs with the other weights, against a cold engine: equal to the bit" in text
     bare = {key: value for key, value in report(unproven=["whether it follows"]).items() if key != "proof"}
@@ -143,6 +153,31 @@ def test_contents_differ_by_value_and_by_path_and_leave_scratch_out() -> None:
     assert contents(one)["scratch"] == {"model.workspace": {"rule": "workspace", "nbytes": 16}}
 
 
+def test_a_contract_fails_by_what_could_not_be_read_or_may_derive_from_weights() -> None:
+    sealed = {"nodes_unread": {}, "possibly_derived": 0, "slots": {"weight": 3, "anonymous": 2}}
+    assert contract_failures(sealed, strict=False) == []
+    assert contract_failures(sealed, strict=True) == ["2 slot(s) are owned by nobody and of unknown age, and strict is set"]
+    (unread, derived) = contract_failures(sealed | {"nodes_unread": {"extra": 2, "size": 1}, "possibly_derived": 4}, strict=False)
+    assert unread == "3 graph node(s) could not be read" and derived.startswith("4 slot(s) that nobody owns may derive from weights")
+
+
+def test_neither_caches_nor_the_engines_own_memory_are_tested_and_a_draft_models_weights_are() -> None:
+    def slot(address: int, kind: Kind, *paths: str) -> Slot:
+        return Slot(address, 8, paths, Layout("int32", (2,), (1,)) if paths else None, kind=kind)
+
+    kept = [
+        slot(1, Kind.WEIGHT, "model.w"),
+        slot(2, Kind.DERIVED, "runner.table", "model.table"),
+        slot(3, Kind.DERIVED, "vllm.kernels:TABLE"),
+        slot(4, Kind.WEIGHT, "runner.drafter.model.w"),
+    ]
+    left = [
+        slot(5, Kind.ENGINE, "runner.input_ids"),
+        slot(6, Kind.DERIVED, "model.attn.kv_cache", "runner.kv_caches[0]"),
+    ]
+    assert under_test(Contract.seal([*kept, *left])) == kept
+
+
 # --- real engines ------------------------------------------------------------------------------
 
 
@@ -164,9 +199,9 @@ def test_values_that_go_stale_fail_the_check_by_name(checkpoint: Checkpoint, mon
     stale = {"worker_extension_cls": f"{stale_extension.__name__}.StaleExtension"}
     found = run.check(checkpoint("qwen3", 1), checkpoint("qwen3", 2), engine_args=stale)
     assert not found["ok"]
-    assert found["proof"]["differing"] == {NORM.format(0).removeprefix("model."): "value"}
+    assert found["proof"]["differing"] == {stale_extension.LEFT[2]: "value"}
     (line,) = found["proof"]["unrefreshed"]
-    assert line.startswith(f"{NORM.format(1)}: unrefreshed") and "256 bytes" in line and "nothing wrote it" in line
+    assert line.startswith(f"model.{stale_extension.LEFT[3]}: unrefreshed") and "256 bytes" in line and "nothing wrote it" in line
     assert found["proof"]["restored"] == 1
     with pytest.raises(UnsupportedEngine, match="must not serve"):
         run.require_ok(found)

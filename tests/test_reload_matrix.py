@@ -15,7 +15,7 @@ from benchmarks import matrix_judge, matrix_scratch, reload_matrix
 from benchmarks.matrix_judge import Outcome, judge_row
 from benchmarks.matrix_rows import ROWS
 from benchmarks.matrix_worker import REFILLED, WARM_STEPS, bounded
-from weightsync.storage.contract import Contract, Kind
+from weightsync.storage.contract import Contract, Kind, Layout, Slot
 from weightsync.storage.owners import rewalk
 from weightsync.storage.pins import pin, slots_of
 
@@ -167,7 +167,9 @@ def test_what_is_kept_of_a_report_is_bounded() -> None:
 
 
 def test_scratch_is_refilled_with_nan_where_it_is_a_float_and_with_zero_elsewhere() -> None:
-    lock, pointers = torch.ones(4, dtype=torch.int32), torch.full((2,), 7, dtype=torch.uint8)
+    with torch.inference_mode():
+        lock = torch.ones(4, dtype=torch.int32)
+    pointers = torch.full((2,), 7, dtype=torch.uint8)
     floats = {kind: torch.zeros(6, dtype=kind)[::2] for kind in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)}
     done = matrix_scratch.refill({"lock": lock, "bytes": pointers, **{str(kind): tensor for kind, tensor in floats.items()}})
     assert not lock.any() and not pointers.any()
@@ -183,6 +185,29 @@ def test_scratch_is_what_a_rule_or_the_contract_says_and_never_the_cache() -> No
     pins = pin(rewalk({"model": model, "runner": runner}))
     contract = Contract.seal(slots_of(pins, kinds={"runner.locks": Kind.SCRATCH, "runner.kv_caches": Kind.SCRATCH}))
     assert sorted(matrix_scratch.scratch_of(model, contract, pins)) == ["model.workspace", "runner.locks"]
+
+
+def test_what_nobody_owns_is_zeroed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = [
+        Slot(0x1010, 64, (), None, "gemm", Kind.SCRATCH),
+        Slot(0x1020, 64, (), None, "norm", Kind.SCRATCH),
+        Slot(0x9000, 8, (), None, "copy", Kind.SCRATCH),
+        Slot(0x2000, 8, (), None, "", Kind.ANONYMOUS),
+        Slot(0x3000, 8, ("model.w",), Layout("int8", (8,), (1,)), "", Kind.SCRATCH),
+    ]
+    contract = Contract.seal(slots)
+    assert matrix_scratch.unowned(contract, scratch=True) == slots[:3] and matrix_scratch.unowned(contract, scratch=False) == slots[3:4]
+    written: list[tuple[int, int, int]] = []
+    driver = SimpleNamespace(cuMemsetD8=lambda at, value, size: (written.append((at, value, size)) or 0,))
+    monkeypatch.setattr(matrix_scratch, "load_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    blocks = [{"address": 0x0800, "size": 0x800}, {"address": 0x1000, "size": 0x100}, {"address": 0x1100, "size": 0x100}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"blocks": blocks}])
+    done = matrix_scratch.blank(slots[:3])
+    assert written == [(0x1000, 0, 0x100)]
+    assert [done[slot.name] for slot in slots[:3]] == ["zero, 256 bytes, gemm", "zero, 256 bytes, norm", "not the allocator's"]
+    monkeypatch.setattr(matrix_scratch, "load_driver", None)
+    assert matrix_scratch.blank([]) == {}, "without such slots no driver is needed"
 
 
 def test_a_refusal_is_wrong_with_its_message() -> None:
@@ -277,4 +302,6 @@ def test_on_a_cpu_stock_loses_a_mixture_of_experts_and_weightsync_does_not(tmp_p
     assert row["verdict"] == "right" and row["weightsync"]["bit_equal_to_cold"], row["weightsync"]["reasons"]
     assert row["stock"]["verdict"] == "wrong" and "error" not in row["stock"]
     assert row["evidence"]["sequences_that_a_and_b_share"] == 0
-    assert row["evidence"]["unstable_registered"] == []
+    assert row["evidence"]["unstable"] == {}, "what differs between cold engines has a rule on a CPU"
+    assert row["evidence"]["cold_spread"] == row["evidence"]["cold_loss_spread"] == 0 and row["evidence"]["repeatable"]
+    assert row["weightsync"]["steps"][-1]["step"] == "refilled" and row["weightsync"]["contract"]["slots"]["weight"] > 10

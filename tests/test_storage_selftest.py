@@ -116,6 +116,7 @@ def test_neither_locks_nor_scratch_nor_constants_are_ever_poisoned() -> None:
     test.poison(test.changed())
     assert model.workspace.eq(7).all() and not model.kernel.lock.any() and model.kernel.strides.eq(8).all()
     assert test.left_out == {"m.workspace": "scratch"}
+    assert begun(model, {"m.workspace": Kind.ENGINE}).left_out == {"m.workspace": "engine"}
 
 
 def test_slots_that_cannot_be_looked_at_are_told() -> None:

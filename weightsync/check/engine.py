@@ -133,15 +133,15 @@ def mean_loss(llm: Any, streams: Sequence[Sequence[int]]) -> float:
 
 
 def contract_report(llm: Any) -> dict[str, Any]:
-    """The contract of the engine's first worker, as plain data. After `Trainer` was made."""
-    try:
-        report: dict[str, Any] = llm.collective_rpc("weightsync_contract")[0]
-    except NotImplementedError:
-        contract, _ = sealed_memory(llm)
-        slots = {str(kind): count for kind, count in contract.kinds.items()}
-        nbytes = {str(kind): sum(slot.nbytes for slot in contract.slots if slot.kind is kind) for kind in contract.kinds}
-        named = sum(bool(slot.paths) for slot in contract.slots)
-        report = {"slots": slots, "bytes": nbytes, "named": named, "anonymous": len(contract.slots) - named}
+    """The contract of the engine's first worker, as plain data. After `Trainer` was made.
+
+    Raises:
+        WeightSyncError: the worker's.
+    """
+    answer = llm.collective_rpc("weightsync_contract")[0]
+    if answer["error"]:
+        raise WeightSyncError.from_dict(answer["error"])
+    report: dict[str, Any] = answer["contract"]
     return report
 
 

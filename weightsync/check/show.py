@@ -5,35 +5,58 @@ Not covered: the report as data, which `--json` prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-#: Keys of a contract that the table of kinds shows.
-_BY_KIND = ("slots", "bytes")
+_SHOWN = 10
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print the contract, what was tried, and what came out."""
     contract = report["contract"]
     table = Table(title=f"contract of {report['model']}", title_justify="left")
-    table.add_column("slots")
-    for column in _BY_KIND:
-        table.add_column("count" if column == "slots" else column, justify="right")
-    for kind, count in contract.get("slots", {}).items():
-        table.add_row(kind, str(count), f"{contract.get('bytes', {}).get(kind, 0):,}")
+    for column, justify in (("slots", "left"), ("count", "right"), ("bytes", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for kind, count in contract["slots"].items():
+        if count:
+            table.add_row(kind, str(count), f"{contract['nbytes'][kind]:,}")
     console.print(table)
-    for line in _lines(report):
+    for line in (*_contract(contract), *_tried(report)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in report["contract"].items():
-        if key not in _BY_KIND:
-            yield f"{key.replace('_', ' ')}: {_plain(value)}"
-    yield f"repaired in one update: {report['repaired']}"
+def _contract(contract: Mapping[str, Any]) -> Iterator[str]:
+    nodes, unread = sum(contract["nodes"].values()), sum(contract["nodes_unread"].values())
+    graphs = f"{contract['graphs']} captured graphs, {nodes} nodes, {unread} of them unread"
+    yield f"vLLM {contract['vllm_version']} on {contract['device']}; {graphs if contract['graphs'] else 'no captured graphs'}"
+    yield from _some("read and owned by nobody", [_slot(slot) for slot in contract["anonymous"]])
+    repaired = [f"{path} ({_counts(done)})" for path, done in contract["repaired"].items()]
+    yield from _some("repaired so far", repaired, contract["repaired_left_out"])
+    yield from _some("lost", contract["lost"])
+    yield from _some("the search for owners stopped at", contract["truncated"])
+    yield f"sealed {contract['seals']} time(s); seconds: {_counts(contract['seconds'])}"
+
+
+def _slot(slot: Mapping[str, Any]) -> str:
+    said = ", ".join(filter(None, [f"{slot['nbytes']:,} bytes", slot["kernel"], slot["where"]]))
+    return f"{slot['name']} ({said})"
+
+
+def _some(what: str, entries: Sequence[str], more: int = 0) -> Iterator[str]:
+    """A line for each of the first entries, under one that counts all; nothing when there are none."""
+    if entries:
+        yield f"{what}: {len(entries) + more}"
+        yield from (f"    {entry}" for entry in entries[:_SHOWN])
+
+
+def _counts(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:.3g}" for key, value in counts.items())
+
+
+def _tried(report: Mapping[str, Any]) -> Iterator[str]:
     if identity := report.get("identity"):
         yield f"its own weights sent again: {len(identity['changed'])} of {identity['slots']} slots changed"
     if proof := report.get("proof"):
@@ -45,11 +68,3 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"FAILED: {what}" for what in report["failures"])
     if report["ok"]:
         yield "ok: the contract holds" + (", values are unproven" if "proof" not in report else ", and every value follows the weights")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, (list, tuple)):
-        return "; ".join(_plain(item) for item in value) or "none"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -147,22 +147,23 @@ class Walker:
         reader = self._reader(type(value))
         return type(value) in self._tensor_types or (reader is not None and id(value) not in self._seen)
 
-    def mark(self) -> tuple[int, int, int]:
+    def mark(self) -> tuple[int, int, int, int]:
         """Where the walk stands, for `since` and `undo`."""
-        return len(self.found.tensors), len(self.found.aliases), len(self.found.scalars)
+        return len(self.found.tensors), len(self.found.aliases), len(self.found.scalars), len(self.found.truncated)
 
-    def since(self, mark: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    def since(self, mark: tuple[int, int, int, int]) -> dict[str, torch.Tensor]:
         """Tensors found after the mark."""
         return dict(islice(reversed(self.found.tensors.items()), len(self.found.tensors) - mark[0]))
 
-    def undo(self, mark: tuple[int, int, int]) -> None:
+    def undo(self, mark: tuple[int, int, int, int]) -> None:
         """Forget the names found after the mark, and the root added then. What was reached stays reached."""
         for path in self.since(mark):
             self.found.registered.discard(path)
         tables: tuple[dict[str, Any], ...] = (self.found.tensors, self.found.aliases, self.found.scalars)
-        for table, count in zip(tables, mark, strict=True):
+        for table, count in zip(tables, mark[:3], strict=True):
             while len(table) > count:
                 table.popitem()
+        del self.found.truncated[mark[3] :]
         self.found.roots.pop()
 
     def finish(self) -> Walk:

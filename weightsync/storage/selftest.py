@@ -31,7 +31,7 @@ from weightsync.storage.contract import Fault, Kind, Slot, What
 from weightsync.storage.pins import Pin, Pins, same_bytes
 
 #: Kinds that hold nothing which an update brings.
-_LEFT_ALONE = (Kind.SCRATCH, Kind.ANONYMOUS)
+_LEFT_ALONE = (Kind.SCRATCH, Kind.ENGINE, Kind.ANONYMOUS)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -139,7 +139,9 @@ def _thawed() -> Iterator[None]:
             gc.enable()
 
 
-def holders(tensor: torch.Tensor) -> list[str]:
-    """Classes of the objects that refer to a tensor: where to look for the owner of an anonymous one."""
+def holders(tensor: torch.Tensor, *ours: object) -> list[str]:
+    """Classes of the objects that refer to a tensor: where to look for the owner of an anonymous one. `ours` don't count."""
+    skipped = {id(held) for held in ours}
     with _thawed():
-        return sorted({type(held).__name__ for held in gc.get_referrers(tensor) if not isinstance(held, types.FrameType)})
+        found = (held for held in gc.get_referrers(tensor) if id(held) not in skipped)
+        return sorted({type(held).__name__ for held in found if not isinstance(held, (types.FrameType, types.GeneratorType))})

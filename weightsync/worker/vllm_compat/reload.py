@@ -232,12 +232,13 @@ class Reload:
 
 
 def reload_waiting(model: torch.nn.Module) -> dict[str, int]:
-    """Layers that a reload has not processed yet: module path to elements loaded so far."""
+    """Layers that a reload has not processed yet: plain module path to elements loaded so far."""
     waiting: dict[str, int] = {}
     for path, layer in model.named_modules():
         info = layerwise.get_layerwise_info(layer)
-        if info.can_load():
-            waiting[path] = int(info.load_numel)
+        # What wraps a layer for adapters has none of its weights.
+        if info.can_load() and "base_layer" not in layer._modules:
+            waiting[plain_path(path)] = int(info.load_numel)
     return waiting
 
 
