@@ -7,6 +7,7 @@ What needs a whole engine shares one INT8 engine, in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoints import KINDS
 from tests.fleets import ENGINE_ARGS, MAX_TOKENS, PROMPTS
 from tests.peers import Peer
 from tests.standin import ReadsFreedMemory, StandinGraph, Warm, layer_of, load, model_of, parameter
@@ -461,10 +463,10 @@ def update(state: dict[str, Any], folder: Path, pressed: bool) -> dict[str, Any]
     return {"checks": report["checks"], "said": list(state["said"])}
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint: Any) -> Iterator[tuple[Peer, dict[str, Any]]]:
-    """An INT8 engine, whose kernels derive more than others do, with settings that are not the defaults; and `start`'s answer."""
-    first, other = checkpoint("int8-channel", 1), checkpoint("int8-channel", 2)
+@contextlib.contextmanager
+def running(checkpoint: Any, kind: str) -> Iterator[tuple[Peer, dict[str, Any]]]:
+    """An engine in a process of its own, with settings that are not the defaults; and `start`'s answer."""
+    first, other = checkpoint(kind, 1), checkpoint(kind, 2)
     settings = EngineSettings(model=first, unknown_vllm="observe")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENGINE_ENV["cpu"].items():
@@ -477,17 +479,41 @@ def engine(checkpoint: Any) -> Iterator[tuple[Peer, dict[str, Any]]]:
         peer.kill()
 
 
+@pytest.fixture(scope="module")
+def engine(checkpoint: Any) -> Iterator[tuple[Peer, dict[str, Any]]]:
+    """INT8: its kernels derive more than others do."""
+    with running(checkpoint, "int8-channel") as started:
+        yield started
+
+
+def require_identity(peer: Peer, folder: Path) -> dict[str, Any]:
+    """Sync the engine's own weights, twice; what it holds and says must stay to the bit."""
+    before: dict[str, Any] = peer.call(look, seconds=SECONDS)
+    for _ in range(2):
+        peer.call(update, folder, True, seconds=SECONDS)
+        assert peer.call(look, seconds=SECONDS) == before
+    assert any(path.endswith("rotary_emb.cos_sin_cache") for path in before["registered"]), "a buffer outside the checkpoint"
+    return before
+
+
 @pytest.mark.engine
 def test_identity_update_leaves_every_tensor_and_every_output_as_it_was(engine: Any, checkpoint: Any) -> None:
     """An update with the engine's own weights changed greedy outputs: a vector was dropped and its memory never written."""
-    peer, _ = engine
-    before = peer.call(look, seconds=SECONDS)
-    for _ in range(2):
-        peer.call(update, checkpoint("int8-channel", 1), True, seconds=SECONDS)
-        after = peer.call(look, seconds=SECONDS)
-        assert after == before
-    assert any(path.endswith("rotary_emb.cos_sin_cache") for path in before["registered"]), "a buffer outside the checkpoint"
-    assert any(path.endswith("azp_adj") for path in before["registered"]), "a value that processing derives"
+    held = require_identity(engine[0], checkpoint("int8-channel", 1))
+    assert any(path.endswith("azp_adj") for path in held["registered"]), "a value that processing derives"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"int8-channel"}))
+def test_identity_update_of_other_kinds(kind: str, checkpoint: Any) -> None:
+    """As above, where processing packs, merges and quantises otherwise; then new weights, and back."""
+    with running(checkpoint, kind) as (peer, started):
+        before = require_identity(peer, checkpoint(kind, 1))
+        peer.call(update, checkpoint(kind, 2), True, seconds=SECONDS)
+        assert peer.call(look, seconds=SECONDS)["outputs"] == started["cold"]
+        peer.call(update, checkpoint(kind, 1), True, seconds=SECONDS)
+        assert peer.call(look, seconds=SECONDS) == before
 
 
 @pytest.mark.engine
