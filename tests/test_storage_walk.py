@@ -295,6 +295,20 @@ def test_a_sweep_leaves_out_what_the_roots_reach_and_says_who_holds_the_rest() -
     del loose
 
 
+def test_what_is_undone_leaves_no_trace() -> None:
+    deep: Any = []
+    for _ in range(6):
+        deep = [deep, object]
+    walker = Walker(max_depth=4)
+    walker.add({"w": T}, "kept")
+    mark = walker.mark()
+    walker.add({"w": torch.ones(1), "w_float": 1.0, "deep": deep, "kept": deep}, "undone")
+    assert walker.found.truncated and walker.found.scalars
+    walker.undo(mark)
+    found = walker.finish()
+    assert (set(found.tensors), found.aliases, found.scalars, found.truncated, found.roots) == ({"kept['w']"}, {}, {}, [], ["kept"])
+
+
 def test_a_global_that_is_gone_still_counts_as_a_root() -> None:
     walked = rewalk({}, [f"{__name__}:NEVER", "no.such.module:X", f"{__name__}:T"])
     assert walked.covers(f"{__name__}:NEVER[0]")
