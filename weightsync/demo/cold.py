@@ -35,15 +35,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from weightsync.check.environment import ENGINE_ENV
+
 #: For the process that hosts the engine; set before vLLM is imported.
-COLD_ENV: dict[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+COLD_ENV = ENGINE_ENV["cpu"]
 
 #: Used where a job's `engine_args` don't say otherwise.
 DEFAULT_ENGINE_ARGS: dict[str, Any] = {

@@ -14,6 +14,7 @@ Reading order:
     pins.py         strong references to storages; slots and places out of a walk
     lookup.py       sealed paths looked up again without a walk, for the check after each update
     adopt.py        repair: new values into the old storage, the new tensors onto it
+    selftest.py     poison what an update has written, and see what comes back
     blocks.py       the allocator's blocks, and which of them were there when loading ended
     graph_nodes.py  words in the parameters of a CUDA graph's nodes
     census.py       those of all graphs alive, joined with the allocator's blocks
@@ -34,6 +35,6 @@ As a worker drives them:
 `reads` are the addresses of a census; None, on a CPU, takes every storage that the
 walk found for one that is read.
 
-Not covered: memory that only C++ or a numpy array holds, and values: that a storage is
-where it was says nothing about what is in it.
+Not covered: memory that only C++ or a numpy array holds, and, save for the self-test,
+values: that a storage is where it was says nothing about what is in it.
 """

@@ -37,6 +37,7 @@ class What(StrEnum):
     CHANGED_LAYOUT = "changed_layout"  # an owner has another shape, stride, dtype or offset
     ANONYMOUS = "anonymous"  # never had an owner
     SCALAR = "scalar"  # a host number that a graph has baked in has changed
+    UNREFRESHED = "unrefreshed"  # it follows the weights, and an update left it behind; only a self-test sees that
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """One update in one worker: admit, stage, apply, prove, or put back.
 
 `apply` loads the staged tensors with vLLM's layerwise reload, under what a cold
-load runs in, and has the guard bring back what it moved. `verify` then checks that
+load runs in, takes back what the model's first run had cached and lets it run once,
+and has the guard bring back what moved. Where numbers have changed that captured
+graphs hold, they are captured anew. `verify` then checks that
 every tensor of the manifest was taken, that every layer is complete, that every
 registered parameter and buffer lies at the address, layout and dtype it had at the
 start, and that the storage contract holds.
@@ -10,11 +12,12 @@ A reload that fails half way is put back structurally (no tensor left on meta, n
 buffered tensor left over), so the next update can repair the engine; its values
 are then a mixture, and `wrote` says so.
 
-Not covered: values derived from weights outside the layers' own post-processing.
+Not covered: cached values that can't be taken back (`unrefreshable`, logged at the start).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +32,8 @@ from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
 from weightsync.worker import guard, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
+
+logger = logging.getLogger(__name__)
 
 #: Address, shape, stride and dtype of a registered tensor.
 _Seal = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -48,7 +53,7 @@ class Applier:
         UnsupportedEngine: this vLLM version or a layer of this model has not been proved.
     """
 
-    def __init__(self, model: torch.nn.Module, runner: object, vllm_config: Any, device: torch.device, rank: int) -> None:
+    def __init__(self, model: torch.nn.Module, runner: Any, vllm_config: Any, device: torch.device, rank: int) -> None:
         vllm_compat.require_supported()
         if unproved := vllm_compat.unproved_layers(model):
             raise UnsupportedEngine(
@@ -58,11 +63,13 @@ class Applier:
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
         self._seal = _registered(model)
         self._guard = guard.Guard(model, runner, device, graphs=not vllm_config.model_config.enforce_eager)
-        self._repaired = Adoption()
+        self._runner, self._repaired = runner, Adoption()
+        self._lazies = vllm_compat.find_lazies(model)
+        for path in self._lazies.unrefreshable:
+            logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
         folder = Path(str(vllm_config.model_config.model))
-        twin = self._twin()
-        self._loaders = vllm_compat.loaders_of(twin)
+        twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
@@ -71,7 +78,7 @@ class Applier:
         self._communicator: Communicator | None = None
         self._state = "none"
         self._error: WeightSyncError | None = None
-        self._wrote = False
+        self._wrote = self._recaptured = False
         self._seconds: dict[str, float] = {}
         self._checks: dict[str, int] = {}
 
@@ -81,7 +88,9 @@ class Applier:
     def describe(self) -> WorkerReport:
         """What was sealed at the start."""
         sealed = self._guard.sealed
-        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={"addresses": len(self._seal), **sealed.counts})
+        return WorkerReport(
+            self.rank, "", "none", seconds=sealed.seconds, checks={"addresses": len(self._seal), **sealed.counts, **self._lazies.counts}
+        )
 
     def contract(self) -> ContractReport:
         """What was sealed, and what became of it since."""
@@ -187,14 +196,17 @@ class Applier:
                     yield spec.name, receiver.tensor(index)
                 taken.append(spec.name)
 
-        restored = vllm_compat.restore_loaders(self.model, self._loaders)
-        reload = vllm_compat.Reload(self.model, self.vllm_config)
+        refreshed: dict[str, int] = {}
+        restored = self._fresh.restore_loaders(self.model)
+        reload = vllm_compat.Reload(self.model, self.vllm_config, self._fresh)
         try:
             with reload:
                 self.model.load_weights(stream())
                 self._require_complete(receiver, taken, reload.waiting())
                 reload.finish()
-                self._repaired = self._guard.repair()
+            refreshed = self._refresh()
+            self._repaired = self._guard.repair()
+            self._recapture()
             self._state = "applied"
         except Exception as exc:
             if not isinstance(exc, WeightSyncError):
@@ -202,10 +214,39 @@ class Applier:
                 exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
             self._state, self._error = "failed", exc
             receiver.discard()  # the next update, which is to repair this, needs the memory
-        counts = reload.counts | self._repaired.counts | {"loaders_restored": restored}
+        counts = reload.counts | self._repaired.counts | refreshed | {"loaders_restored": restored}
         self._checks |= {key: count for key, count in counts.items() if count}
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
+
+    def _refresh(self) -> dict[str, int]:
+        """Have the model fill in again what its first run had filled in. Costs a run only where there is something."""
+        if not len(self._lazies):
+            return {}
+        self._lazies.reset()
+        try:
+            vllm_compat.run_once(self._runner)
+        finally:
+            counts = self._lazies.settle()
+        return counts
+
+    def _recapture(self) -> None:
+        """Capture graphs anew where a number has changed that they hold."""
+        if not self._guard.sealed.counts.get("graphs"):
+            return
+        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed})
+        if changed:
+            logger.log(
+                logging.DEBUG if self._recaptured else logging.WARNING,
+                "capturing CUDA graphs anew: %d number(s) that they hold have changed (%s)",
+                *(len(changed), ", ".join(changed[:5])),
+            )
+            began = time.monotonic()
+            vllm_compat.recapture(self._runner, self.vllm_config)
+            self._guard.seal()
+            self._recaptured = True
+            self._checks["recaptured"] = len(changed)
+            self._seconds["recapture"] = time.monotonic() - began
 
     def _require_complete(self, receiver: Receiver, taken: list[str], waiting: dict[str, int]) -> None:
         """Every tensor was taken from the stream, and every waiting layer has all that the map gives it."""
@@ -214,7 +255,7 @@ class Applier:
             left = [spec.name for spec in specs[len(taken) :]]
             raise ApplyFailed(f"the loader left {len(left)} tensor(s) behind: {', '.join(left[:20])}", names=left)
         want: dict[str, int] = {}
-        for path, count in self._map.elements().items():
+        for path, count in self._map.filled().items():
             layer = path.rpartition(".")[0]
             want[layer] = want.get(layer, 0) + count
         short = [
@@ -229,7 +270,7 @@ class Applier:
 
     def _loaded_directly(self, layer: str) -> bool:
         """Whether all that the map sends to this layer goes to tensors which vLLM writes in place, uncounted."""
-        paths = [path for path in self._map.elements() if path.rpartition(".")[0] == layer]
+        paths = [path for path in self._map.filled() if path.rpartition(".")[0] == layer]
         return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)
 
     def verify(self, update_id: str) -> WorkerReport:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import ManifestRefused
 from weightsync.protocol import Manifest, TensorSpec
+from weightsync.worker.meta_reads import MetaReads
 
 #: A destination: parameter path, first element, shape, stride.
 Region = tuple[str, int, tuple[int, ...], tuple[int, ...]]
@@ -54,12 +55,12 @@ class LoadMap:
     twice: dict[str, str] = field(default_factory=dict)
 
     def elements(self) -> dict[str, int]:
-        """Elements that arrive in each parameter, by its path in the model."""
-        total: dict[str, int] = {}
-        for regions in self.writes.values():
-            for path, _, shape, _ in regions:
-                total[path] = total.get(path, 0) + _numel(shape)
-        return total
+        """Elements that arrive in each parameter, by its path in the model; those that arrive twice count twice."""
+        return _sum(region for regions in self.writes.values() for region in regions)
+
+    def filled(self) -> dict[str, int]:
+        """Elements of each parameter that are filled, by its path in the model."""
+        return _sum({region for regions in self.writes.values() for region in regions})
 
 
 class _Recorder(TorchDispatchMode):
@@ -115,7 +116,7 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
             yield spec.name, tensor
 
     try:
-        with torch.no_grad(), _Recorder(owners, lambda: at[0], result):
+        with torch.no_grad(), MetaReads(), _Recorder(owners, lambda: at[0], result):
             twin.load_weights(stream())
     except Exception as exc:
         said = str(exc).strip() or type(exc).__name__
@@ -250,6 +251,13 @@ def _closest(names: Sequence[str], base: LoadMap) -> list[str]:
         close = difflib.get_close_matches(name, base.specs, n=1, cutoff=0.6)
         shown.append(f"{name} (closest: {close[0]})" if close else name)
     return [*shown, *names[_SHOWN:]]
+
+
+def _sum(regions: Iterable[Region]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for path, _, shape, _ in regions:
+        total[path] = total.get(path, 0) + _numel(shape)
+    return total
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -1,0 +1,154 @@
+"""Values that a first run fills in: found, taken back, filled in again, and the rest as it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.storage.adopt import Adopter
+from weightsync.storage.owners import walk
+from weightsync.storage.pins import pin
+from weightsync.worker.lazies import Lazies, Snapshot
+
+
+@dataclass(frozen=True)
+class Frozen:
+    scale: Any = None
+    numbers: dict[str, int] = field(default_factory=dict)
+
+
+class Helper:
+    """Somebody's object that comes with the first run."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Model(nn.Module):
+    """Caches in every way that a first run can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("hidden", None, persistent=False)
+        self.merged: torch.Tensor | None = None
+        self.product: float | None = None
+        self.table: dict[str, torch.Tensor] = {}
+        self.grown: list[Any] = [torch.zeros(1)]
+        self.frozen = Frozen()
+        self.counter = 0
+        self.view: torch.Tensor | None = None
+        self.scratch: torch.Tensor | None = None
+        self.cache: Any = None
+        self.helper: Helper | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.merged is None:
+            self.merged = torch.cat([self.weight, self.weight * 2])
+        if not hasattr(self, "absent"):
+            self.register_buffer("absent", self.weight * 3, persistent=False)
+        if self.hidden is None:
+            self.hidden = self.weight * 4
+        if self.product is None:
+            self.product = float(self.weight.sum())
+        if not self.table:
+            self.table["w"] = self.weight * 5
+            self.grown.append(self.weight * 6)
+        if self.frozen.scale is None:
+            object.__setattr__(self.frozen, "scale", self.weight * 7)
+        if self.scratch is None:
+            self.scratch = x.new_zeros(len(x))
+        if self.view is None:
+            self.view = self.weight[:2]
+        if self.helper is None:
+            self.helper = Helper(self.weight * 8)
+        self.counter += 1
+        return self.merged * self.product
+
+
+def first_run() -> tuple[Model, Lazies]:
+    model = Model()
+    fresh = Snapshot(model)
+    model(torch.zeros(16))
+    model.cache = torch.full((3,), 9.0)  # bound from outside, as a KV cache is
+    return model, Lazies(model, fresh)
+
+
+def test_what_a_first_run_filled_in_is_found_and_nothing_else() -> None:
+    _, lazies = first_run()
+    names = {path.removeprefix("model.") for path in lazies.paths}
+    assert names == {"merged", "absent", "hidden", "product", "table", "frozen.scale", "scratch", "cache"}
+    assert sorted(lazies.unrefreshable) == ["model.grown", "model.helper"]
+    assert lazies.counts == {"lazies": 8, "unrefreshable": 2}
+
+
+def test_each_is_filled_in_again_from_the_new_weights_and_comes_back_to_its_storage() -> None:
+    model, lazies = first_run()
+    pins = pin(walk(model, "model"))
+    held = {path: tensor.data_ptr() for path, tensor in walk(model, "model").tensors.items()}
+    for value in (5.0, 7.0):
+        model.weight.data.fill_(value)
+        lazies.reset()
+        assert model.merged is None and not hasattr(model, "absent") and not model.table
+        model(torch.zeros(1))
+        counts = lazies.settle()
+        assert Adopter(pins).adopt(walk(model, "model")).ok
+        assert model.merged is not None and torch.equal(model.merged, torch.tensor([value] * 4 + [value * 2] * 4))
+        assert torch.equal(model.absent, torch.full((4,), value * 3))
+        assert torch.equal(model.hidden, torch.full((4,), value * 4))
+        assert torch.equal(model.table["w"], torch.full((4,), value * 5))
+        assert torch.equal(model.frozen.scale, torch.full((4,), value * 7))
+        assert model.product == value * 4 and lazies.changed == ["model.product"]
+        assert counts == {"lazies_refreshed": 6, "lazies_kept": 2}
+        assert {path: tensor.data_ptr() for path, tensor in walk(model, "model").tensors.items() if path in held} == held
+    assert list(model.state_dict()) == ["weight"]
+
+
+def test_what_the_run_does_not_fill_in_is_the_same_object_as_before() -> None:
+    model, lazies = first_run()
+    before = {name: getattr(model, name) for name in ("cache", "scratch", "merged", "absent", "hidden", "product")}
+    table = dict(model.table)
+    lazies.reset()
+    assert model.cache is None
+    assert lazies.settle() == {"lazies_refreshed": 0, "lazies_kept": 8}
+    assert all(getattr(model, name) is value for name, value in before.items())
+    assert model.table.keys() == table.keys() and model.table["w"] is table["w"]
+    assert dict(model.named_buffers()).keys() == {"hidden", "absent"}
+    assert list(model.state_dict()) == ["weight"]
+
+
+def test_memory_whose_size_goes_by_the_batch_stays_where_graphs_read_it() -> None:
+    model, lazies = first_run()
+    scratch = model.scratch
+    lazies.reset()
+    model(torch.zeros(2))
+    assert model.scratch is not None and len(model.scratch) == 2
+    lazies.settle()
+    assert model.scratch is scratch
+
+
+def test_an_object_that_was_built_anew_is_left_alone() -> None:
+    model, lazies = first_run()
+    model.frozen = Frozen()
+    lazies.reset()
+    model(torch.zeros(16))
+    lazies.settle()
+    assert torch.equal(model.frozen.scale, torch.full((4,), 7.0))
+
+
+def test_a_snapshot_keeps_no_object_alive() -> None:
+    model = Model()
+    fresh = Snapshot(model)
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+    other = Model()
+    (was,) = (entry for entry in fresh._fresh.values() if "weight" in entry.had)
+    fresh._fresh[id(other)] = was  # as when an object comes to lie where another was
+    assert fresh.of(other) is None

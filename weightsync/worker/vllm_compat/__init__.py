@@ -1,0 +1,52 @@
+"""Every touch of vLLM's internals, for the versions that were proved.
+
+vLLM renames and moves these between releases, so nothing else here imports
+vLLM. `require_supported` refuses an unknown version at start; importing this
+package in a worker registers the weight-transfer backend under our name, which
+makes vLLM turn off the layouts that can't be updated, and watches for the end of
+the model's loading.
+
+    versions.py   which vLLM was proved, down to the source of what is leaned on
+    backend.py    the weight-transfer backend that holds the place
+    layers.py     what can be told from one live layer
+    twin.py       what a cold load runs in; the model once more, on meta
+    blueprint.py  what a fresh model has and a live one has lost: loaders, first values
+    counting.py   how many elements of a layer a load has filled
+    reload.py     one layerwise reload, run as a cold load, with what stock leaves out
+    first_run.py  what a model's first run filled in, and a run like it in a live engine
+    recapture.py  captured graphs released, and captured anew
+
+Not covered: layers that `unproved_layers` names: the engine then refuses to start.
+"""
+
+from weightsync.worker.vllm_compat.backend import BACKEND
+from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
+from weightsync.worker.vllm_compat.first_run import find_lazies, note_loaded, run_once, watch_loading
+from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, unproved_layers
+from weightsync.worker.vllm_compat.recapture import recapture
+from weightsync.worker.vllm_compat.reload import Reload, reload_waiting
+from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
+from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, vllm_version
+
+__all__ = [
+    "BACKEND",
+    "FOREIGN_HANDLES",
+    "PROVED_SOURCES",
+    "PROVED_VERSIONS",
+    "WRITTEN_IN_PLACE",
+    "Blueprint",
+    "Reload",
+    "cold_load_context",
+    "draw",
+    "find_lazies",
+    "meta_twin",
+    "note_loaded",
+    "recapture",
+    "reload_waiting",
+    "require_supported",
+    "run_once",
+    "unproved_layers",
+    "vllm_version",
+]
+
+watch_loading()
