@@ -88,6 +88,27 @@ def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any) -> 
     assert held.repair().adopted == ["model.layer.kernel.scale"], "the repair goes by the new seal"
 
 
+@pytest.mark.parametrize(
+    ("change", "what", "path"),
+    [
+        (lambda m: setattr(m.layer.weight, "data", torch.zeros(4, 4)), What.MOVED, "weight"),
+        (lambda m: setattr(m.layer, "weight", nn.Parameter(torch.zeros(4, 4))), What.MOVED, "weight"),
+        (lambda m: setattr(m.layer.weight, "data", m.layer.weight.data.t()), What.CHANGED_LAYOUT, "weight"),
+        (lambda m: delattr(m.layer, "bias"), What.LOST, "bias"),
+        (lambda m: delattr(m.layer, "kernel"), What.LOST, "kernel.scale"),
+        (lambda m: setattr(m.layer.kernel, "scale_float", 3.0), What.SCALAR, "kernel.scale_float"),
+    ],
+)
+def test_without_a_repair_every_change_is_a_fault(guard: Any, change: Any, what: What, path: str) -> None:
+    model = small()
+    held = guard.Guard(model, None, CPU, graphs=False)
+    assert held.verify(Adoption()).ok
+    change(model)
+    verdict = held.verify(Adoption())
+    assert [fault.path for fault in verdict.of(what)] == [f"model.layer.{path}"]
+    assert f"model.layer.{path}" in str(held.broken(Adoption(), verdict))
+
+
 def test_a_number_that_is_gone_has_changed(guard: Any) -> None:
     model = small()
     held = guard.Guard(model, None, CPU, graphs=False)

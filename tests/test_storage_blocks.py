@@ -113,6 +113,15 @@ def test_a_history_is_asked_only_where_torch_records_one(device: dict[str, Any])
     assert ages(device) == [Age.LATER]
 
 
+def test_a_reload_under_captured_graphs_moves_the_note_nowhere(device: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    device["segments"] = snapshot((0, 500, ACTIVE))
+    census.note_loaded()
+    monkeypatch.setattr(census, "captured_graphs", lambda: (object(),))
+    device["segments"] = snapshot((0, 500, ACTIVE), (512, 500, ACTIVE))
+    census.note_loaded()
+    assert ages(device) == [Age.LOADED, Age.LATER]
+
+
 def test_without_a_device_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(census, "_loaded", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -312,11 +312,11 @@ class Join:
 def note_loaded() -> None:
     """Remember what the allocator has handed out now, when the model's loading has ended; the last call counts.
 
-    Without it the census can't tell what may have been made from weights. Where no CUDA context exists, nothing is noted.
+    Without it the census can't tell what may have been made from weights. Where no CUDA context exists, nothing is
+    noted; nor while captured graphs are alive, when loading is a reload and what is there is not all from the first.
     """
     global _loaded
-    if not torch.cuda.is_initialized():
-        _loaded = None
+    if not torch.cuda.is_initialized() or captured_graphs():
         return
     # What is garbage now, and the workspaces that cuBLAS made meanwhile, would count as kept if handed out again.
     gc.collect()

@@ -106,7 +106,7 @@ class Guard:
             pins, kinds, reads = pin(found), dict[str, Kind](), None
         else:
             roots[sealing.RUNNER] = self._runner
-            swept = sweep(roots)
+            swept = sweep(roots, lambda tensor: sealing.is_read(tensor, seen))
             found, globals_ = sealing.only_read(swept.everything, seen), swept.globals
             pins, kinds = sealing.pins_of(found, swept, seen, self._adopter.pins)
             reads = sealing.reads(seen)

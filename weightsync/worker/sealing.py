@@ -18,7 +18,7 @@ from weightsync.storage.blocks import Age
 from weightsync.storage.contract import Contract, Kind, Slot
 from weightsync.storage.owners import Walk
 from weightsync.storage.pins import Pin, Pins, Read, pin, pin_one, place
-from weightsync.storage.sweep import Sweep, holders
+from weightsync.storage.sweep import Sweep
 from weightsync.worker import vllm_compat
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 MODEL, RUNNER = "model", "runner"
 #: What memory without an owner holds, by when it was handed out.
 _KINDS = {Age.LOADED: Kind.DERIVED, Age.LATER: Kind.SCRATCH, Age.UNKNOWN: Kind.ANONYMOUS}
-#: Tensors without a path whose holders are looked for; each look goes through the whole heap.
-_TRACED = 8
 
 
 def without_handles(found: Walk) -> Walk:
@@ -46,12 +44,13 @@ def only_read(found: Walk, seen: census.Census) -> Walk:
     ours = (f"{MODEL}.", f"{MODEL}[")
     found.scalars = {path: value for path, value in found.scalars.items() if path.startswith(ours)}
     for path, tensor in list(found.tensors.items()):
-        if not path.startswith(ours) and not _is_read(tensor, seen):
+        if not path.startswith(ours) and not is_read(tensor, seen):
             del found.tensors[path]
     return found
 
 
-def _is_read(tensor: torch.Tensor, seen: census.Census) -> bool:
+def is_read(tensor: torch.Tensor, seen: census.Census) -> bool:
+    """Whether a graph reads the storage of a tensor."""
     at = place(tensor)
     return at is not None and at[0] != 0 and seen.find(at[0]) is not None
 
@@ -87,13 +86,9 @@ def pins_of(found: Walk, swept: Sweep, seen: census.Census, earlier: Pins) -> tu
 
 def _loose(swept: Sweep, seen: census.Census) -> list[Pin]:
     """Tensors without a path that graphs read, with the classes of what holds them for a name."""
-    read = [tensor for tensor in swept.anonymous if _is_read(tensor, seen)]
-    out: list[Pin] = []
-    for tensor in read:
-        by = holders(tensor, read, swept.anonymous) if len(out) < _TRACED else []
-        held = pin_one(f"<held by {', '.join(by[:3]) or 'unknown'}>", tensor)
-        out += [held] if held is not None else []
-    return out
+    pairs = zip(swept.anonymous, swept.held_by, strict=True)
+    found = [(f"<held by {', '.join(by[:3]) or 'unknown'}>", tensor) for tensor, by in pairs if is_read(tensor, seen)]
+    return [held for name, tensor in found if (held := pin_one(name, tensor)) is not None]
 
 
 def _engines_own(pins: Pins) -> dict[str, Kind]:
