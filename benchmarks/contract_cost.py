@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import platform
 import statistics
 import sys
@@ -165,6 +166,9 @@ def capture(model: nn.Module, count: int) -> list[Any]:
     kernels = (module.quant_method.kernel for module in model.modules() if hasattr(module, "quant_method"))
     strides = (kernel.fused_experts.ab_strides1 for kernel in kernels if hasattr(kernel, "fused_experts"))
     read = [*model.parameters(), *model.buffers(), *strides]
+    for tensor in read:  # kernels are loaded on first use, which a capture may not allow
+        torch.neg(tensor)
+    torch.cuda.synchronize()
     graphs = []
     for _ in range(count):
         graph = torch.cuda.CUDAGraph()
@@ -209,10 +213,15 @@ def measure(layers: int, experts: int, device: torch.device) -> dict[str, Any]:
         "seconds": seconds,
         "within_budget": {name: seconds[name]["wall"] <= most for name, most in BUDGETS.items() if name in seconds},
         "counts": {
-            "modules": sum(1 for _ in model.modules()), "slots": len(guard.contract.slots), "paths": len(guard.contract.places),
-            "numbers": len(guard.contract.scalars), "graphs": len(graphs), "python_modules": len(sys.modules),
+            "modules": sum(1 for _ in model.modules()),
+            "slots": len(guard.contract.slots),
+            "paths": len(guard.contract.places),
+            "numbers": len(guard.contract.scalars),
+            "graphs": len(graphs),
+            "graph_nodes": sum(guard.report().nodes.values()),
+            "python_modules": len(sys.modules),
         },
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -222,10 +231,12 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
+    before = os.getloadavg()[0]
     result = measure(given.layers, given.experts, torch.device(given.device))
     name = torch.cuda.get_device_name() if given.device == "cuda" else platform.processor() or platform.machine()
     result = {
         "device": name, "layers": given.layers, "experts": given.experts, "repeats": REPEATS, "budgets_seconds": BUDGETS,
+        "cores": os.cpu_count(), "load": [round(before, 1), round(os.getloadavg()[0], 1)],
         "versions": {"python": platform.python_version(), "torch": torch.__version__}, **result,
     }  # fmt: skip
     _RESULTS.mkdir(exist_ok=True)

@@ -11,8 +11,8 @@ overwritten). Each engine is a process of its
 own (`matrix_worker`), so a crash is a result like others. `matrix_judge` says what
 *right* means. Rows are merged into the file as they finish; other rows in it stay.
 
-The first cold engine of a row runs alone and fills the row's own caches, vLLM's and
-Triton's with what it autotuned; the others share them, so that all run the same kernels.
+The first cold engine of a row runs alone and fills the row's own cache of compiled
+code; the others share it, so that all run the same kernels. Triton's is one for the run.
 
 Exit code 0 when every row asked for has a result, whatever its verdict.
 
@@ -120,7 +120,7 @@ class Matrix:
         arguments = row.arguments(self.options.device)
         dump(Job(row.name, mode, self.options.device, folders, arguments, PROMPTS, MAX_TOKENS, str(out), STREAMS, dict(row.env)), job)
         cache = self.work / row.name / "cache"
-        caches = {"VLLM_CACHE_ROOT": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        caches = {"VLLM_CACHE_ROOT": str(cache), "TRITON_CACHE_DIR": str(self.work / "triton")}
         env = {**os.environ, **ENGINE_ENV[self.options.device], **row.env, **caches}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         with self.slots, log.open("wb") as errors:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.storage.adopt import Adopter, Adoption
 from weightsync.storage.contract import Contract, Verdict, compare
-from weightsync.storage.owners import walk
+from weightsync.storage.owners import Walk, walk
 from weightsync.storage.pins import Read, pin, places, slots_of
 
 
@@ -78,10 +78,10 @@ class Warm:
         from vllm.config import VllmConfig
         from vllm.model_executor.model_loader.reload import layerwise
 
-        from weightsync.worker import vllm_compat
+        from weightsync.worker import lazies, vllm_compat
         from weightsync.worker.vllm_compat import blueprint
 
-        self._layerwise, self._compat = layerwise, vllm_compat
+        self._layerwise, self._compat, self._lazies_of = layerwise, vllm_compat, lazies.Lazies
         self.config = VllmConfig()
         self.config.model_config = SimpleNamespace(dtype=dtype)
         with vllm_compat.cold_load_context(self.config):
@@ -93,6 +93,14 @@ class Warm:
             for layer in self.model.modules():
                 if (method := getattr(layer, "quant_method", None)) is not None:
                     method.process_weights_after_loading(layer)
+        self._loaded = lazies.Snapshot(self.model)
+        self.first_run(lambda _: None)
+
+    def first_run(self, run: Callable[[Any], Any]) -> None:
+        """Run the model, which may cache things then, and seal it; an update makes it run again so."""
+        self._run = run
+        run(self.model)
+        self._lazies = self._lazies_of(self.model, self._loaded)
         self.seal()
 
     def seal(self) -> None:
@@ -100,6 +108,11 @@ class Warm:
         found = walk(self.model, "model")
         self.pins = pin(found)
         self.contract = Contract.seal(slots_of(self.pins), found.scalars)
+        self._adopter = Adopter(self.pins)
+
+    def release(self) -> None:
+        """Hold nothing of the model's any more, as an engine without a contract."""
+        self.pins = pin(Walk())
         self._adopter = Adopter(self.pins)
 
     def stock(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -115,7 +128,10 @@ class Warm:
         with self._compat.Reload(self.model, self.config, self._fresh) as reload:
             load(self.model, weights)
             reload.finish()
-            return self.repair()
+        self._lazies.reset()
+        self._run(self.model)
+        self._lazies.settle()
+        return self.repair()
 
     def repair(self) -> Adoption:
         """Bring back what has moved since the seal."""
@@ -135,3 +151,40 @@ def load(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         layer, _, name = path.rpartition(".")
         parameter = getattr(model.get_submodule(layer), name)
         getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, **attributes: Any) -> nn.Parameter:
+    """As `create_weights` makes them."""
+    made = nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def layer_of(process: Callable[[nn.Module], None], **parameters: nn.Parameter) -> nn.Module:
+    """A layer whose quantisation method does `process` after loading."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
+            raise NotImplementedError
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            process(layer)
+
+        def apply(self, layer: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+    layer: Any = nn.Module()
+    for name, made in parameters.items():
+        layer.register_parameter(name, made)
+    layer.quant_method = Method()
+    return layer
+
+
+def model_of(**layers: nn.Module) -> nn.Module:
+    """A model of these layers."""
+    model = nn.Module()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model

@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 
 from tests.fleets import ENGINE_ARGS, MAX_TOKENS, PROMPTS
 from tests.peers import Peer
-from tests.standin import ReadsFreedMemory, StandinGraph, Warm, load
+from tests.standin import ReadsFreedMemory, StandinGraph, Warm, layer_of, load, model_of, parameter
 from weightsync.check.environment import ENGINE_ENV
 from weightsync.config import EngineSettings
 from weightsync.fleet import vllm_api
@@ -35,42 +35,6 @@ from weightsync.storage.pins import snapshot, unchanged
 def with_vllm() -> None:
     """Imported late: loading vLLM takes seconds."""
     pytest.importorskip("vllm")
-
-
-def parameter(*shape: int, dtype: torch.dtype = torch.float32, **attributes: Any) -> nn.Parameter:
-    """As `create_weights` makes them."""
-    made = nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
-
-
-def layer_of(process: Callable[[nn.Module], None], **parameters: nn.Parameter) -> nn.Module:
-    """A layer whose quantisation method does `process` after loading."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    class Method(QuantizeMethodBase):
-        def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
-            raise NotImplementedError
-
-        def process_weights_after_loading(self, layer: nn.Module) -> None:
-            process(layer)
-
-        def apply(self, layer: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
-            raise NotImplementedError
-
-    layer: Any = nn.Module()
-    for name, made in parameters.items():
-        layer.register_parameter(name, made)
-    layer.quant_method = Method()
-    return layer
-
-
-def model_of(**layers: nn.Module) -> nn.Module:
-    model = nn.Module()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    return model
 
 
 # --- layouts that processing changes --------------------------------------------------------------
@@ -196,7 +160,7 @@ def test_bias_that_processing_rebinds_is_brought_back() -> None:
 
     stock = Warm(make, weights(1))
     stock_graph = StandinGraph({"bias": stock.model.layer.bias})
-    del stock.pins, stock._adopter
+    stock.release()
     stock.stock(weights(2))
     gc.collect()
     with pytest.raises(ReadsFreedMemory):
@@ -314,7 +278,7 @@ def test_scale_that_is_also_a_host_number_is_refreshed_in_both_places_and_a_grap
     assert attn._k_scale_float == StandinGraph({"host": attn._k_scale_float}).replay()["host"] == 0.25
 
 
-def test_concatenation_that_is_cached_at_the_first_run_is_named_while_it_is_stale_and_right_when_it_is_made_again() -> None:
+def test_concatenation_that_is_cached_at_the_first_run_is_made_again_and_graphs_read_it() -> None:
     """A merged weight was cached at the first forward and never again; every address was right, and the values were the old ones."""
 
     class Merged(nn.Module):
@@ -333,23 +297,19 @@ def test_concatenation_that_is_cached_at_the_first_run_is_named_while_it_is_stal
         return {"layer.q": torch.full((4,), float(version)), "layer.k": torch.full((4,), -float(version))}
 
     def warm_of(version: int) -> Warm:
-        """Cold, run once, and sealed then."""
         made = Warm(lambda: model_of(layer=Merged()), weights(version))
-        made.model.layer()
-        made.seal()
+        made.first_run(lambda model: model.layer())
         return made
+
+    stock = warm_of(1)
+    before = snapshot(stock.pins, stock.contract.places)
+    stock.stock(weights(2))
+    assert stock.verdict().ok and unchanged(before, stock.pins) == ["model.layer._merged"]  # no address tells
 
     warm = warm_of(1)
     graph = StandinGraph({"merged": warm.model.layer()})
-    before = snapshot(warm.pins, warm.contract.places)
-    warm.stock(weights(2))
-    assert warm.verdict().ok  # every address is right
-    assert unchanged(before, warm.pins) == ["model.layer._merged"]
     for version in (2, 3):
-        assert warm.ours(weights(version)).ok
-        warm.model.layer._merged = None
-        warm.model.layer()
-        assert warm.repair().adopted == ["model.layer._merged"]
+        assert warm.ours(weights(version)).adopted == ["model.layer._merged"]
         assert torch.equal(graph.replay()["merged"], warm_of(version).model.layer())  # type: ignore[arg-type]
         assert torch.equal(warm.model.layer(), graph.replay()["merged"])  # type: ignore[arg-type]
         assert warm.verdict().ok
@@ -548,8 +508,7 @@ def test_layers_without_checkpoint_weights_raise_no_alarm(engine: Any, checkpoin
     """Every update warned that rotary embeddings had failed to load."""
     peer, _ = engine
     said = peer.call(update, checkpoint("int8-channel", 1), False, seconds=SECONDS)["said"]
-    assert [line for line in said if line[0].startswith("weightsync")] == []
-    assert {text for name, text in said if name.endswith(".layerwise")} <= {"RotaryEmbedding: Failed to load weights"}  # vLLM's own
+    assert [line for line in said if line[0].startswith("weightsync") or line[0].endswith(".layerwise")] == []
 
 
 @pytest.mark.engine
@@ -594,14 +553,7 @@ def mixer(state: dict[str, Any], dtype: torch.dtype) -> dict[int, list[str]]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        # Processing then packs the convolution into other memory, and the alias keeps the old weights, in vLLM's reload and in ours.
-        pytest.param(torch.bfloat16, marks=pytest.mark.xfail(strict=torch.cpu._is_avx512_bf16_supported())),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in bfloat16 processing packs the convolution into other memory
 def test_vectors_per_head_and_the_alias_of_a_convolution_follow_in_a_state_space_layer(engine: Any, dtype: torch.dtype) -> None:
     """A loader that writes twice made the layer count as complete too early: its last vector was dropped."""
     peer, _ = engine

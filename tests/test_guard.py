@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,13 @@ from weightsync.storage.blocks import Age
 from weightsync.storage.census import Block, Census
 from weightsync.storage.contract import Kind, What
 
+ENGINE = """
+import json, sys
+from vllm import LLM
+llm = LLM(model=sys.argv[1], worker_extension_cls="weightsync.worker.extension.WeightSyncExtension", **json.loads(sys.argv[2]))
+print("CONTRACT", json.dumps(llm.collective_rpc("weightsync_contract")), flush=True)
+import os; os._exit(0)
+"""
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -179,8 +190,9 @@ def test_a_tensor_that_no_path_leads_to_is_held_and_says_by_what(guard: Any, gra
 def test_the_engines_own_memory_is_told_from_the_models(guard: Any, graphs: list[Block]) -> None:
     model = small()
     runner = SimpleNamespace(model=model, inputs=torch.zeros(8), drafter=SimpleNamespace(model=small()))
-    draft = runner.drafter.model.layer
+    draft, runner.head = runner.drafter.model.layer, model.layer.weight
     graphs += [block(t) for t in (model.layer.weight, model.layer.kernel.scale, runner.inputs, draft.weight, draft.kernel.scale)]
+    graphs.append(Block("unknown", 1 << 45, 64, 64, (0,), ("memcpy",), 1, memory="host"))
     report = guard.Guard(model, runner, CUDA, graphs=True).report()
     kinds = {slot.name: slot.kind for slot in report.named}
     assert kinds == {
@@ -188,7 +200,10 @@ def test_the_engines_own_memory_is_told_from_the_models(guard: Any, graphs: list
         "runner.drafter.model.layer.weight": "weight", "runner.drafter.model.layer.kernel.scale": "derived",
     }  # fmt: skip
     assert report.slots == {"weight": 2, "derived": 2, "static": 0, "scratch": 0, "engine": 1, "anonymous": 0}
-    assert report.nbytes["weight"] == 2 * 64 and report.nbytes["engine"] == 32 and report.graphs == 2
+    assert report.nbytes["weight"] == 2 * 64 and report.nbytes["engine"] == 32
+    assert (
+        report.graphs == 2 and report.outside == {"host": 1} and next(s for s in report.named if s.name == "model.layer.weight").paths == 2
+    )
 
 
 def test_a_strict_guard_fails_what_had_to_be_repaired(guard: Any) -> None:
@@ -265,3 +280,21 @@ def test_the_call_from_outside_answers_and_never_raises(guard: Any) -> None:
         worker._weightsync_applier = SimpleNamespace(contract=lambda failure=failure: (_ for _ in ()).throw(failure))
         answer = decode(ContractAnswer, worker.weightsync_contract())
         assert answer.rank == 3 and answer.contract is None and answer.error is not None and answer.error["code"] == code
+
+
+@pytest.mark.engine
+def test_a_real_engine_tells_its_contract(checkpoint: Any) -> None:
+    from tests.fleets import ENGINE_ARGS
+    from weightsync.demo.cold import COLD_ENV
+
+    command = [sys.executable, "-c", ENGINE, str(checkpoint("qwen3-tied", 1)), json.dumps(ENGINE_ARGS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **COLD_ENV})
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("CONTRACT "))
+    (plain,) = json.loads(line.removeprefix("CONTRACT "))
+    answer = decode(ContractAnswer, plain)
+    assert answer.error is None and answer.contract is not None
+    contract = answer.contract
+    assert contract.graphs == 0 and contract.seals == 1 and not contract.faults and not contract.truncated
+    assert contract.slots["weight"] > 10 and contract.slots["derived"] > 0 and not contract.anonymous
+    assert any(slot.kind == "weight" and slot.name == "model.model.embed_tokens.weight" and slot.paths > 1 for slot in contract.named)

@@ -51,7 +51,7 @@ class Model(nn.Module):
         if self.merged is None:
             self.merged = torch.cat([self.weight, self.weight * 2])
         if not hasattr(self, "absent"):
-            self.absent = self.weight * 3
+            self.register_buffer("absent", self.weight * 3, persistent=False)
         if self.hidden is None:
             self.hidden = self.weight * 4
         if self.product is None:
@@ -118,6 +118,7 @@ def test_what_the_run_does_not_fill_in_is_the_same_object_as_before() -> None:
     assert lazies.settle() == {"lazies_refreshed": 0, "lazies_kept": 8}
     assert all(getattr(model, name) is value for name, value in before.items())
     assert model.table.keys() == table.keys() and model.table["w"] is table["w"]
+    assert dict(model.named_buffers()).keys() == {"hidden", "absent"}
     assert list(model.state_dict()) == ["weight"]
 
 
@@ -147,4 +148,7 @@ def test_a_snapshot_keeps_no_object_alive() -> None:
     del model
     gc.collect()
     assert ref() is None
-    assert fresh.of(Model()) is None
+    other = Model()
+    (was,) = (entry for entry in fresh._fresh.values() if "weight" in entry.had)
+    fresh._fresh[id(other)] = was  # as when an object comes to lie where another was
+    assert fresh.of(other) is None

@@ -54,7 +54,7 @@ SPAN = VersionSpan(None, 0, 2)
 SLOT = SlotReport("model.layers.0.kernel.strides", "derived", 64, 1 << 46, 2, "gemm", "")
 LOOSE = SlotReport("<scratch at 0x7f>", "scratch", 0, 0x7F, 0, "gemm", "a.py:1 f")
 CONTRACT = ContractReport(
-    "0.33.0", "cuda:0", True, 30, {"kernel": 900}, {"kernel: no layout": 1}, 1 << 20,
+    "0.33.0", "cuda:0", True, 30, {"kernel": 900}, {"kernel: no layout": 1}, {"host": 2}, 1 << 20,
     {"derived": 1, "scratch": 1, "weight": 3}, {"derived": 64, "scratch": 0, "weight": 1 << 40}, (SLOT,), (LOOSE,), 3, 0,
     {"model.layers.0.kernel.strides": {"adopted": 3, "refreshed": 1}}, 0, ("model.gone",), ("model.gone: lost",), ("model.odd",), (), 2, 5,
     {"seal": 0.5},

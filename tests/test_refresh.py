@@ -49,7 +49,7 @@ def method(process: Any) -> Any:
 class Toy:
     """A model of one layer as vLLM treats it: built, loaded, processed; then reloaded through our `Reload`."""
 
-    def __init__(self, compat: Any, build: Any, process: Any = lambda layer: None, hook: Any = None) -> None:
+    def __init__(self, compat: Any, build: Any, process: Any = lambda layer: None, hook: Any = None, quant_method: Any = None) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
         from weightsync.worker.vllm_compat import blueprint
@@ -61,7 +61,7 @@ class Toy:
                 super().__init__()
                 self.layer = nn.Module()
                 build(self.layer)
-                self.layer.quant_method = method(process)
+                self.layer.quant_method = quant_method or method(process)
 
             def load_weights(self, weights: Any) -> None:
                 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -201,42 +201,105 @@ def test_the_models_own_hook_runs_behind_the_layers(compat: Any) -> None:
     assert toy.model.total == SIZE * 10  # type: ignore[comparison-overlap]
 
 
-def input_scale_loader(param: Any, value: torch.Tensor, expert: int) -> None:
-    """As vLLM's experts load one input scale that two projections share."""
-    if param.data[expert] != 1 and (param.data[expert] - value).abs() > 1e-5:
-        raise ValueError("input_scales of w1 and w3 of a layer must be equal")
-    param.data[expert] = value
+EXPERTS, HIDDEN, INNER = 2, 8, 4
+
+
+def static_fp8_experts(compat: Any) -> Toy:
+    """vLLM's own FP8 experts with static input scales: its weights and loaders, without the kernel that needs a GPU."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import compressed_tensors_moe_w8a8_fp8
+
+    real = compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod
+
+    def process(_: Any, layer: Any) -> None:
+        layer.w2_weight_scale.data.mul_(2)  # what comes too late is not doubled
+
+    names = {"process_weights_after_loading": process, "__init__": lambda self: None}
+    made = type("CompressedTensorsW8A8Fp8MoEMethod", (real,), names)()
+    made.weight_quant, made.static_input_scales, made.weight_block_size, made.block_quant = (
+        SimpleNamespace(strategy="tensor"),
+        True,
+        None,
+        False,
+    )
+    made.moe = SimpleNamespace(is_act_and_mul=True)
+
+    class Experts(nn.Module):
+        """Of `RoutedExperts` what loading needs."""
+
+        quant_config = None
+        _fused_shared_expert_quantizer = None
+        moe_config = SimpleNamespace(
+            tp_rank=0, tp_size=1, is_act_and_mul=True, tp_shard_with_padding=False, moe_parallel_config=SimpleNamespace(tp_size=1)
+        )
+        expert_map_manager = SimpleNamespace(map_global_to_local=lambda expert: expert)
+
+    for name, member in vars(RoutedExperts).items():
+        if name == "weight_loader" or name.startswith(("_load", "_map", "_narrow", "_to_scalar", "_get_hidden")):
+            setattr(Experts, name, member)
+
+    def build(layer: nn.Module) -> None:
+        layer.__class__ = Experts
+        made.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.float32, weight_loader=layer.weight_loader)
+
+    toy = Toy(compat, build, quant_method=made)
+    type(toy.model).load_weights = load_experts  # type: ignore[assignment]
+    return toy
+
+
+def fp8_checkpoint(number: float) -> dict[str, torch.Tensor]:
+    """Expert by expert, as files have them: gate and up share one input scale."""
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    found = {}
+    for expert in range(EXPERTS):
+        for order, (name, shape) in enumerate(shapes.items()):
+            prefix = f"experts.{expert}.{name}"
+            found[f"{prefix}.input_scale"] = torch.tensor(number / (2 if name == "down_proj" else 4))
+            found[f"{prefix}.weight"] = torch.full(shape, number + order).to(torch.float8_e4m3fn)
+            found[f"{prefix}.weight_scale"] = torch.tensor(number + expert * 3 + order)
+    return found
+
+
+def load_experts(model: Any, weights: Any) -> None:
+    for name, value in weights:
+        _, expert, projection, kind = name.split(".")
+        shard = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[projection]
+        parameter = getattr(model.layer, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
+        parameter.weight_loader(parameter, value, name, shard, int(expert))
 
 
 class TestLoadersThatRead:
-    """Static input scales: read while they are loaded, each place filled twice."""
+    """Static input scales: read while they are loaded, and each place is filled twice."""
 
-    def build(self, layer: nn.Module) -> None:
-        layer.input_scale = parameter(torch.ones(2))
-        layer.input_scale.weight_loader = input_scale_loader
-        layer.last = parameter(torch.empty(2))
+    @pytest.fixture
+    def toy(self, compat: Any) -> Toy:
+        toy = static_fp8_experts(compat)
+        toy.load(**fp8_checkpoint(1.0))
+        return toy
 
-    def stream(self, toy: Toy, number: float, last: float) -> Iterator[Any]:
-        for expert in (0, 1, 0, 1):
-            toy.model.layer.input_scale.weight_loader(toy.model.layer.input_scale, torch.tensor(number), expert)
-        yield "last", full(last, 2)
+    def test_an_update_loads_every_tensor(self, toy: Toy) -> None:
+        for number in (3.0, 5.0):
+            want = static_fp8_experts(toy.compat).load(**fp8_checkpoint(number)).state_dict()
+            toy.reload(**fp8_checkpoint(number))
+            have = toy.model.layer.state_dict()
+            assert {name: value.float().tolist() for name, value in have.items()} == {n: v.float().tolist() for n, v in want.items()}
 
-    def test_an_update_loads_all_of_them_and_what_follows(self, compat: Any) -> None:
-        toy = Toy(compat, self.build)
-        layer: Any = toy.load()
-        with torch.no_grad(), _dirty_memory(), compat.Reload(toy.model, CONFIG, toy.fresh) as reload:
-            toy.model.load_weights(self.stream(toy, 0.5, 3))
-            assert reload.waiting() == {"": 0}  # the layer was processed with its last tensor, not before
-            reload.finish()
-        assert layer.input_scale.tolist() == [0.5, 0.5] and layer.last.tolist() == [3, 3]
+    def test_the_loaders_own_check_sees_real_values(self, toy: Toy) -> None:
+        bad = fp8_checkpoint(3.0)
+        bad["experts.1.up_proj.input_scale"] += 1
+        with pytest.raises(ValueError, match="must be equal"):
+            toy.reload(**bad)
+        assert not any(tensor.is_meta for tensor in toy.model.layer.state_dict().values())
 
-    def test_two_that_differ_are_refused_by_the_loader_itself(self, compat: Any) -> None:
-        toy = Toy(compat, self.build)
-        toy.load()
-        with pytest.raises(ValueError, match="must be equal"), torch.no_grad(), compat.Reload(toy.model, CONFIG, toy.fresh) as reload:
-            layer: Any = toy.model.layer
-            for value in (0.5, 0.25):
-                layer.input_scale.weight_loader(layer.input_scale, torch.tensor(value), 0)
-            toy.model.load_weights([("last", full(3, 2))])
-            reload.finish()
-        assert not layer.input_scale.is_meta
+    def test_the_load_map_has_every_tensor_and_counts_a_shared_place_once(self, toy: Toy, compat: Any) -> None:
+        from weightsync.protocol import TensorSpec
+        from weightsync.worker import loadmap
+
+        specs = [TensorSpec(n, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for n, v in fp8_checkpoint(1.0).items()]
+        with torch.device("meta"):
+            twin = static_fp8_experts(compat).model
+        found = loadmap.record(twin, specs)
+        assert list(found.writes) == [spec.name for spec in specs]
+        assert set(found.twice.values()) == {f"experts.{expert}.gate_proj.input_scale" for expert in range(EXPERTS)}
+        assert found.filled() == {f"layer.{name}": parameter.numel() for name, parameter in twin.layer.named_parameters()}
+        assert found.elements()["layer.w13_input_scale"] == 2 * EXPERTS

@@ -50,6 +50,8 @@ class ContractReport:
         graphs: captured graphs that were read; 0 without graphs.
         nodes: how many nodes they have, by type.
         nodes_unread: reason to how often something in them could not be read. Empty when the census is complete.
+        outside: blocks that graphs touch and torch's allocator doesn't have (pinned host memory, communication
+            buffers), by where they lie (`device`, `host`, `unclear`). They are no slots.
         graph_host_bytes: host memory that keeping the graphs readable costs; None if it can't be told.
         slots, nbytes: how many slots there are of each kind, and their bytes, each storage counted once.
         named: slots with an owner, those that are no plain weights first.
@@ -72,6 +74,7 @@ class ContractReport:
     graphs: int
     nodes: dict[str, int]
     nodes_unread: dict[str, int]
+    outside: dict[str, int]
     graph_host_bytes: int | None
     slots: dict[str, int]
     nbytes: dict[str, int]
@@ -92,7 +95,13 @@ class ContractReport:
     def __post_init__(self) -> None:
         if self.slots.keys() != self.nbytes.keys():
             raise ValueError(f"contract: slots are counted of {sorted(self.slots)}, bytes of {sorted(self.nbytes)}")
-        counts = {"slots": self.slots, "nbytes": self.nbytes, "nodes": self.nodes, "nodes_unread": self.nodes_unread}
+        counts = {
+            "slots": self.slots,
+            "nbytes": self.nbytes,
+            "nodes": self.nodes,
+            "nodes_unread": self.nodes_unread,
+            "outside": self.outside,
+        }
         for name, counted in counts.items():
             if low := [key for key, count in counted.items() if count < 0]:
                 raise ValueError(f"contract: {name}[{low[0]!r}] is negative")

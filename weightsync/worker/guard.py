@@ -215,6 +215,7 @@ class Guard:
             graphs=seen.graphs if seen else 0,
             nodes=dict(seen.nodes_by_type) if seen else {},
             nodes_unread=dict(seen.unread) if seen else {},
+            outside=dict(Counter(block.memory for block in seen.blocks if block.kind == "unknown")) if seen else {},
             graph_host_bytes=seen.kept_host_bytes if seen else None,
             slots={str(kind): len(slots) for kind, slots in counted.items()},
             nbytes={str(kind): sum({slot.address: slot.nbytes for slot in slots}.values()) for kind, slots in counted.items()},

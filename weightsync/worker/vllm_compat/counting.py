@@ -39,7 +39,7 @@ class Counter:
                 self._held.append(storage)
             filled = self._filled.setdefault(storage._cdata, set())
             new = sum(count for region, count in regions.written.items() if region not in filled)
-            filled |= regions.written.keys()
+            filled.update(regions.written)
             return min(numel, new), returned
 
         return count
