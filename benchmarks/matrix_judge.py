@@ -294,6 +294,8 @@ def judge_row(name: str, about: str, seed: int, outcomes: Mapping[str, Outcome])
         "graphs": first.get("graphs"),
         "kernels": first.get("kernels"),
     }
+    if contract := judged.get("weightsync", {}).get("contract"):
+        evidence |= {"unowned": contract["anonymous"][:_SHOWN], **{key: contract[key] for key in ("possibly_derived", "unproven")}}
     verdict = judged["weightsync"]["verdict"] if "weightsync" in judged else "wrong"
     if equal == evidence["prompts"]:  # then nothing that the engine says tells old weights from new
         verdict, evidence["void"] = "wrong", "a and b give the same outputs"

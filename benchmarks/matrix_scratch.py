@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weightsync.check.contents import scratch_rule
+from weightsync.storage.blocks import MemoryMap
 from weightsync.storage.contract import Contract, Kind, Slot
 from weightsync.storage.graph_nodes import load_driver
 from weightsync.storage.owners import walk
@@ -91,14 +92,13 @@ def blank(slots: Sequence[Slot]) -> dict[str, str]:
     if not slots:
         return {}
     torch.cuda.synchronize()
-    driver = load_driver()
-    done = {slot.name: "not the allocator's" for slot in slots}
-    for segment in torch.cuda.memory_snapshot():
-        for block in segment["blocks"]:
-            inside = [slot for slot in slots if block["address"] <= slot.address < block["address"] + block["size"]]
-            if inside:
-                (error,) = driver.cuMemsetD8(block["address"], 0, block["size"])
-                said = f"zero, {block['size']} bytes" if int(error) == 0 else f"refused: {error}"
-                done |= {slot.name: f"{said}, {slot.kernel}" for slot in inside}
+    driver, memory, done = load_driver(), MemoryMap.from_snapshot(torch.cuda.memory_snapshot()), {}
+    for slot in slots:
+        block = memory.find(slot.address)
+        if block is None:
+            done[slot.name] = "left alone, not the allocator's"
+            continue
+        (error,) = driver.cuMemsetD8(block.address, 0, block.nbytes)
+        done[slot.name] = f"zero, {block.nbytes} bytes, {slot.kernel}" if int(error) == 0 else f"refused: {error}"
     torch.cuda.synchronize()
     return done

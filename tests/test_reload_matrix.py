@@ -159,6 +159,20 @@ def test_an_engine_that_dies_without_what_nobody_owns_was_right_before() -> None
     assert judged(weightsync=Outcome(record, -6))["verdict"] == "wrong"
 
 
+def test_what_nobody_owns_is_evidence() -> None:
+    record = warm({}).record
+    assert record is not None
+    contract = {
+        "anonymous": [{"name": f"<scratch at {n}>"} for n in range(20)],
+        "possibly_derived": 2,
+        "unproven": ["m.cache"],
+        "slots": {},
+    }
+    row = judged(weightsync=Outcome(record | {"contract": contract}, 0))
+    assert row["evidence"]["unowned"] == contract["anonymous"][:8] and row["weightsync"]["contract"] == contract
+    assert row["evidence"]["possibly_derived"] == 2 and row["evidence"]["unproven"] == ["m.cache"]
+
+
 def test_what_is_kept_of_a_report_is_bounded() -> None:
     kept = bounded({"slots": {f"k{n}": n for n in range(100)}, "paths": ["x" * 1000] * 100})
     assert len(json.dumps(kept)) < 9000
@@ -201,11 +215,11 @@ def test_what_nobody_owns_is_zeroed_block_by_block(monkeypatch: pytest.MonkeyPat
     driver = SimpleNamespace(cuMemsetD8=lambda at, value, size: (written.append((at, value, size)) or 0,))
     monkeypatch.setattr(matrix_scratch, "load_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    blocks = [{"address": 0x0800, "size": 0x800}, {"address": 0x1000, "size": 0x100}, {"address": 0x1100, "size": 0x100}]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"blocks": blocks}])
+    blocks = [{"size": size, "state": "active_allocated"} for size in (0x800, 0x100, 0x100)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": 0x0800, "blocks": blocks}])
     done = matrix_scratch.blank(slots[:3])
-    assert written == [(0x1000, 0, 0x100)]
-    assert [done[slot.name] for slot in slots[:3]] == ["zero, 256 bytes, gemm", "zero, 256 bytes, norm", "not the allocator's"]
+    assert written == [(0x1000, 0, 0x100)] * 2
+    assert [done[slot.name] for slot in slots[:3]] == ["zero, 256 bytes, gemm", "zero, 256 bytes, norm", "left alone, not the allocator's"]
     monkeypatch.setattr(matrix_scratch, "load_driver", None)
     assert matrix_scratch.blank([]) == {}, "without such slots no driver is needed"
 
