@@ -303,3 +303,11 @@ class TestLoadersThatRead:
         assert set(found.twice.values()) == {f"experts.{expert}.gate_proj.input_scale" for expert in range(EXPERTS)}
         assert found.filled() == {f"layer.{name}": parameter.numel() for name, parameter in twin.layer.named_parameters()}
         assert found.elements()["layer.w13_input_scale"] == 2 * EXPERTS
+
+
+def test_a_layer_that_a_model_has_fused_away_is_named(compat: Any) -> None:
+    model = nn.ModuleDict({"experts": nn.Linear(2, 2), "wrapped": nn.ModuleDict({"base_layer": nn.Linear(2, 2)})})
+    loaded = ["experts.weight", "wrapped.weight"]
+    assert compat.missing_layers(model, loaded) == []
+    del model["experts"]
+    assert compat.missing_layers(model, loaded) == ["experts"]

@@ -71,6 +71,11 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
+        if missing := vllm_compat.missing_layers(model, self._base.filled()):
+            raise UnsupportedEngine(
+                f"{len(missing)} layer(s) that a checkpoint is loaded into are gone from the live model: {', '.join(missing[:3])}",
+                hint="Serve a model that keeps them",
+            )
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
         self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread

@@ -14,7 +14,7 @@ the model's loading.
     counting.py   how many elements of a layer a load has filled
     reload.py     one layerwise reload, run as a cold load, with what stock leaves out
     first_run.py  what a model's first run filled in, and a run like it in a live engine
-    recapture.py  captured graphs released, and captured anew
+    graphs.py     captured graphs released, and captured anew
 
 Not covered: layers that `unproved_layers` names: the engine then refuses to start.
 """
@@ -22,8 +22,8 @@ Not covered: layers that `unproved_layers` names: the engine then refuses to sta
 from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
 from weightsync.worker.vllm_compat.first_run import find_lazies, note_loaded, run_once, watch_loading
-from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, unproved_layers
-from weightsync.worker.vllm_compat.recapture import recapture
+from weightsync.worker.vllm_compat.graphs import recapture
+from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, unproved_layers
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
 from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, vllm_version
@@ -40,6 +40,7 @@ __all__ = [
     "draw",
     "find_lazies",
     "meta_twin",
+    "missing_layers",
     "note_loaded",
     "recapture",
     "reload_waiting",

@@ -142,7 +142,8 @@ class Constants(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        written = [a for a, spec in zip(args, func._schema.arguments, strict=False) if spec.alias_info and spec.alias_info.is_write]
+        given = {**{spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)}, **(kwargs or {})}
+        written = [given.get(spec.name) for spec in func._schema.arguments if spec.alias_info and spec.alias_info.is_write]
         number = self._number(func, args)
         if number is not None and isinstance(out, torch.Tensor):
             self._note(out, number, whole=not written or out.nbytes == out.untyped_storage().nbytes())

@@ -5,6 +5,7 @@ Not covered: objects behind a layer that are neither vLLM's nor a function's clo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -34,6 +35,12 @@ def unproved_layers(model: torch.nn.Module) -> list[str]:
         if tied and not unquantised:
             found.append(f"{path} (tied, {method})")
     return found
+
+
+def missing_layers(model: torch.nn.Module, parameters: Iterable[str]) -> list[str]:
+    """Layers of these parameters that the live model has not any more: it dropped them when it had fused them into others."""
+    live = plain_modules(model)
+    return sorted({path.rpartition(".")[0] for path in parameters} - live.keys())
 
 
 def plain_path(path: str) -> str:

@@ -1,0 +1,148 @@
+"""Captured graphs are let go and captured anew when a number that they hold has changed, and only then."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.errors import UnsupportedEngine
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done, in order, with CUDA's calls and vLLM's wrappers of pieces put aside."""
+    pytest.importorskip("vllm")
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    from weightsync.worker.vllm_compat import graphs
+
+    happened: list[str] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda *_: happened.append("wait"))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: happened.append("give back"))
+    monkeypatch.setattr(CUDAGraphWrapper, "clear_all_graphs", lambda: happened.append("pieces"))
+    monkeypatch.setattr(BreakableCUDAGraphWrapper, "clear_all_graphs", lambda: happened.append("breakable"))
+    monkeypatch.setattr(graphs, "set_current_vllm_config", lambda _: contextlib.nullcontext())
+    return happened
+
+
+def first_runner(done: list[str]) -> Any:
+    @contextlib.contextmanager
+    def preserve() -> Iterator[None]:
+        done.append("requests aside")
+        yield
+        done.append("requests back")
+
+    model = SimpleNamespace()
+    return SimpleNamespace(
+        model=model, preserve_serving_state=preserve, capture_model=lambda: done.append("capture"), encoder_cudagraph_manager=None
+    )
+
+
+def second_runner(done: list[str]) -> Any:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    def manager(name: str) -> Any:
+        made = object.__new__(CudaGraphManager)
+        made.graphs, made._graphs_captured, made.breakable_cg_runner = {name: object()}, True, None
+        return made
+
+    state = SimpleNamespace(supports_mm_inputs=False)
+    speculator = SimpleNamespace(prefill=manager("draft"), steps=3)
+    runner = SimpleNamespace(req_states=object(), cudagraph_manager=manager("target"), speculator=speculator, model_state=state)
+    runner.capture_model = lambda: done.append(f"capture {runner.cudagraph_manager.graphs} {runner.speculator.prefill.graphs}")
+    return runner
+
+
+def test_the_first_runner_lets_go_of_all_graphs_before_it_captures_beside_its_requests(done: list[str]) -> None:
+    from weightsync.worker.vllm_compat import recapture
+
+    recapture(first_runner(done), None)
+    assert done == ["wait", "pieces", "breakable", "give back", "requests aside", "capture", "requests back"]
+
+
+def test_the_second_runner_lets_go_of_the_drafts_graphs_too(done: list[str]) -> None:
+    from weightsync.worker.vllm_compat import recapture
+
+    runner = second_runner(done)
+    recapture(runner, None)
+    assert done == ["wait", "pieces", "breakable", "give back", "capture {} {}"]
+    assert not runner.cudagraph_manager._graphs_captured
+
+
+@pytest.mark.parametrize("lacking", ["capture_model", "preserve_serving_state"])
+def test_a_runner_without_what_is_needed_is_refused_and_keeps_its_graphs(done: list[str], lacking: str) -> None:
+    from weightsync.worker.vllm_compat import recapture
+
+    runner = first_runner(done)
+    delattr(runner, lacking)
+    with pytest.raises(UnsupportedEngine, match=lacking):
+        recapture(runner, None)
+    assert done == []
+
+
+class TestAnUpdate:
+    """The worker's order of work: values, then graphs, then the seal, then the proof."""
+
+    @pytest.fixture
+    def worker(self, done: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+        from weightsync.worker import applier, vllm_compat
+
+        monkeypatch.setattr(vllm_compat, "run_once", lambda runner: done.append("run"))
+        monkeypatch.setattr(vllm_compat, "recapture", lambda runner, config: done.append("recapture"))
+        made = object.__new__(applier.Applier)
+        lazies = SimpleNamespace(
+            reset=lambda: done.append("reset"), settle=lambda: done.append("settle") or {"lazies_refreshed": 1}, changed=[]
+        )
+        guard = SimpleNamespace(
+            sealed=SimpleNamespace(counts={"graphs": 3}), scalars_changed=lambda: ["model.k_scale_float"], seal=lambda: done.append("seal")
+        )
+        vars(made).update(
+            _lazies=_Sized(1, lazies), _guard=guard, _runner=None, vllm_config=None, _recaptured=False, _checks={}, _seconds={}
+        )
+        return made
+
+    def test_a_changed_number_costs_a_capture_and_a_new_seal(self, worker: Any, done: list[str]) -> None:
+        assert worker._refresh() == {"lazies_refreshed": 1}
+        worker._recapture()
+        assert done == ["reset", "run", "settle", "recapture", "seal"]
+        assert worker._checks["recaptured"] == 1
+
+    def test_a_number_that_only_a_first_run_caches_counts_too(self, worker: Any, done: list[str]) -> None:
+        worker._guard.scalars_changed = list
+        worker._recapture()
+        assert done == []
+        worker._lazies.changed.append("model.impl.bmm1_scale")
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_without_graphs_a_changed_number_is_nothing(self, worker: Any, done: list[str]) -> None:
+        worker._guard.sealed.counts = {}
+        worker._recapture()
+        assert done == []
+
+    def test_what_was_taken_back_is_put_there_again_when_the_run_fails(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
+        def fail(_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr("weightsync.worker.vllm_compat.run_once", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            worker._refresh()
+        assert done == ["reset", "settle"]
+
+
+class _Sized:
+    """Something with a length, and otherwise what it is given."""
+
+    def __init__(self, length: int, inner: Any) -> None:
+        self._length, self._inner = length, inner
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
