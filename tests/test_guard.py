@@ -69,9 +69,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     return reads
 
 
-def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any) -> None:
+def all_read(model: Any) -> list[Block]:
+    return [block(tensor) for tensor in (model.layer.weight, model.layer.bias, model.layer.kernel.scale)]
+
+
+def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any, graphs: list[Block]) -> None:
     model = small()
-    held = guard.Guard(model, None, CPU, graphs=False)
+    graphs += all_read(model)
+    held = guard.Guard(model, None, CUDA, graphs=True)
     model.layer.kernel = Kernel(3.0)
     model.layer.kernel.scale = torch.full((2, 2), 3.0)
     assert held.scalars_changed() == ["model.layer.kernel.scale_float"]
@@ -80,6 +85,7 @@ def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any) -> 
     assert {(f.what, f.path) for f in found.faults} == {
         (What.CHANGED_LAYOUT, "model.layer.kernel.scale"), (What.SCALAR, "model.layer.kernel.scale_float")
     }  # fmt: skip
+    graphs[:] = all_read(model)
     held.seal()
     assert held.scalars_changed() == []
     done = held.repair()
@@ -99,9 +105,10 @@ def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any) -> 
         (lambda m: setattr(m.layer.kernel, "scale_float", 3.0), What.SCALAR, "kernel.scale_float"),
     ],
 )
-def test_without_a_repair_every_change_is_a_fault(guard: Any, change: Any, what: What, path: str) -> None:
+def test_without_a_repair_every_change_is_a_fault(guard: Any, graphs: list[Block], change: Any, what: What, path: str) -> None:
     model = small()
-    held = guard.Guard(model, None, CPU, graphs=False)
+    graphs += all_read(model)
+    held = guard.Guard(model, None, CUDA, graphs=True)
     assert held.verify(Adoption()).ok
     change(model)
     verdict = held.verify(Adoption())
@@ -109,11 +116,13 @@ def test_without_a_repair_every_change_is_a_fault(guard: Any, change: Any, what:
     assert f"model.layer.{path}" in str(held.broken(Adoption(), verdict))
 
 
-def test_a_number_that_is_gone_has_changed(guard: Any) -> None:
+def test_a_number_that_is_gone_has_changed_and_without_graphs_none_counts(guard: Any, graphs: list[Block]) -> None:
     model = small()
-    held = guard.Guard(model, None, CPU, graphs=False)
+    graphs += all_read(model)
+    held, eager = guard.Guard(model, None, CUDA, graphs=True), guard.Guard(model, None, CPU, graphs=False)
     del model.layer.kernel.scale_float
     assert held.scalars_changed() == ["model.layer.kernel.scale_float"]
+    assert eager.scalars_changed() == [] and eager.verify(Adoption()).ok
 
 
 def test_only_what_a_graph_reads_counts_and_a_new_census_is_taken_at_each_seal(guard: Any, graphs: list[Block]) -> None:
