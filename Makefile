@@ -42,8 +42,8 @@ test-gpu: $(READY)
 else
 test-gpu: GPU_PYTHON := $(PYTHON)
 endif
-test-gpu: ## tests that need a CUDA device; PYTHON=… uses that interpreter as it is
-	$(GPU_PYTHON) -m pytest tests -m gpu $(ARGS)
+test-gpu: ## core tests that need a CUDA device (all: ARGS="-m gpu"); PYTHON=… uses that interpreter as it is
+	$(GPU_PYTHON) -m pytest tests -m "gpu and not slow" $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check .

@@ -5,10 +5,15 @@
 - every tensor by its owner's path has the bytes that a cold engine of the same
   weights has, and no path is in one engine and not in the other;
 - going back to weights gives the outputs and the bytes that they gave before, to the bit;
-- tokens are a cold engine's, and log-probabilities lie within the spread of cold engines.
+- tokens are a cold engine's, and log-probabilities, and the mean loss on fixed streams,
+  lie within the spread of cold engines;
+- overwriting scratch changes no output.
 
-The spread is measured: the warm engines start cold on `a` as well, so there are at
-least three. A path whose bytes differ among these holds no weights (scratch that
+The spread is measured, and nothing is added to it: two cold engines of each set of
+weights, and the starts of the warm engines, which are cold on `a`; each answers twice.
+An engine whose two answers differ does not repeat itself (its kernels add in any
+order): such a row is judged by bytes, and by the spread where it says *to the bit*.
+A path whose bytes differ among cold engines holds no weights (scratch that
 nobody initialised, a pointer): it is left out and listed as *unstable*.
 
 Not covered: an owner without a path, and memory that no Python object holds.
@@ -17,20 +22,20 @@ Not covered: an owner without a path, and memory that no Python object holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from weightsync.check.contents import differing
+
 Outputs = Mapping[str, Any]
-Contents = Mapping[str, Any]
-#: Largest difference in log-probability seen between cold engines with every byte equal; three samples may show less.
-KNOWN_SPREAD = 0.032
 #: Paths of each kind that are written out; the rest is a number.
 _SHOWN, _UNSTABLE_SHOWN = 8, 40
-#: Parts of the names of a verdict's counts that the table shows.
-_WORK = ("adopted", "rebound", "repacked", "pinned", "refreshed", "recaptured", "lost", "anonymous")
+#: In a file that shows the table; it lies between them.
+MARKS = ("<!-- matrix -->", "<!-- /matrix -->")
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Outcome:
     def error(self) -> str | None:
         """Why it did not finish; None when it did."""
         said = (self.record or {}).get("error")
+        if not said and (self.record or {}).get("blanked"):
+            return None  # every step was seen; what came then was to find out what the engine bears
         if self.timed_out:
             return "timed out"
         if self.exit_code:
@@ -80,7 +87,7 @@ def outputs_gap(left: Outputs, right: Outputs) -> tuple[int, float]:
     for one, other, one_logs, other_logs in zip(left["tokens"], right["tokens"], left["logprobs"], right["logprobs"], strict=True):
         equal += one == other
         for a, b, x, y in zip(one, other, one_logs, other_logs, strict=True):
-            gap = max(gap, abs(x - y) if x == x and y == y else float("inf"))  # NaN is as far off as can be
+            gap = max(gap, _apart(x, y))
             if a != b:
                 break
     return equal, gap
@@ -91,54 +98,70 @@ def _finite(gap: float) -> float | None:
     return gap if gap < float("inf") else None
 
 
-def differing(left: Contents, right: Contents) -> dict[str, str]:
-    """Paths that two engines don't agree on, and how: `value`, `only here`, `only there`."""
-    found: dict[str, str] = {}
-    for kind in ("registered", "owned", "scalars"):
-        here, there = left[kind], right[kind]
-        found |= {path: "value" for path in here.keys() & there.keys() if here[path] != there[path]}
-        found |= {path: "only here" for path in here.keys() - there.keys()}
-        found |= {path: "only there" for path in there.keys() - here.keys()}
-    return dict(sorted(found.items()))
-
-
 @dataclass
 class Oracle:
-    """What cold engines say: their last step by weights, their spread on `a`, and the paths that they don't agree on."""
+    """What cold engines say.
 
-    cold: dict[str, dict[str, Any]]
+    Args:
+        cold: by weights, the first step of every engine that did nothing but start.
+        starts: by weights, the first step of every engine.
+        spread: largest difference in log-probability between two answers of any of these with the same weights.
+        loss_spread: the same of the mean loss.
+        tokens_agree: whether all answers with the same weights have the same tokens.
+        repeatable: whether every engine gives the same answer twice.
+        unstable: paths that these engines don't agree on, and how.
+    """
+
+    cold: dict[str, list[dict[str, Any]]]
+    starts: dict[str, list[dict[str, Any]]]
     spread: float = 0.0
+    loss_spread: float = 0.0
     tokens_agree: bool = True
-    engines: int = 1
+    repeatable: bool = True
     unstable: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outcomes: Mapping[str, Outcome]) -> Oracle:
         """From the processes of a row; each began with a cold start."""
-        oracle = cls({letter: outcomes[f"cold-{letter}"].steps[0] for letter in ("a", "b")})
-        starts: dict[str, list[dict[str, Any]]] = {"a": [], "b": []}
-        for outcome in outcomes.values():
+        oracle = cls({"a": [], "b": []}, {"a": [], "b": []})
+        for mode, outcome in outcomes.items():
             for step in outcome.steps[:1]:
-                starts[step["weights"]].append(step)
-        for same in starts.values():
-            for one, other in combinations(same, 2):
-                equal, gap = outputs_gap(one["outputs"], other["outputs"])
+                oracle.starts[step["weights"]].append(step)
+                if mode.startswith("cold-"):
+                    oracle.cold[step["weights"]].append(step)
+        for same in oracle.starts.values():
+            answers = [step[key] for step in same for key in ("outputs", "again")]
+            for one, other in combinations(answers, 2):
+                equal, gap = outputs_gap(one, other)
                 oracle.spread = max(oracle.spread, gap)
-                oracle.tokens_agree &= equal == len(one["outputs"]["tokens"])
-                oracle.unstable |= differing(one, other)
-        oracle.engines = len(starts["a"])
+                oracle.tokens_agree &= equal == len(one["tokens"])
+            losses = [loss for step in same for loss in step["losses"]]
+            oracle.loss_spread = max([oracle.loss_spread, *(_apart(x, y) for x, y in combinations(losses, 2))])
+            oracle.repeatable &= all(step["outputs"] == step["again"] for step in same)
+            for left, right in combinations(same, 2):
+                oracle.unstable |= differing(left, right)
         return oracle
 
-    @property
-    def allowed(self) -> float:
-        return max(self.spread, KNOWN_SPREAD)
+    def nearest(self, step: Mapping[str, Any]) -> tuple[int, float, float]:
+        """The cold engine of the same weights that is most like a step: equal sequences, and how far outputs and loss are apart."""
+        found = []
+        for cold in self.cold[step["weights"]]:
+            gaps = [outputs_gap(step[mine], cold[its]) for mine in ("outputs", "again") for its in ("outputs", "again")]
+            losses = [_apart(x, y) for x in step["losses"] for y in cold["losses"]]
+            found.append((min(equal for equal, _ in gaps), max(gap for _, gap in gaps), max(losses)))
+        return min(found, key=lambda each: (-each[0], each[1], each[2]))
+
+
+def _apart(one: float, other: float) -> float:
+    """Distance of two numbers; NaN is as far off as can be."""
+    return abs(one - other) if one == one and other == other else float("inf")
 
 
 def judge_step(step: dict[str, Any], start: dict[str, Any], oracle: Oracle) -> dict[str, Any]:
-    """One step of a warm engine against the cold engine of the same weights."""
-    cold = oracle.cold[step["weights"]]
-    equal, gap = outputs_gap(step["outputs"], cold["outputs"])
-    wrong = {path: how for path, how in differing(step, cold).items() if path not in oracle.unstable}
+    """One step of a warm engine against the cold engines of the same weights."""
+    colds = oracle.cold[step["weights"]]
+    equal, gap, loss_gap = oracle.nearest(step)
+    wrong = {path: how for path, how in differing(step, colds[0]).items() if path not in oracle.unstable}
     total = sum(len(step[kind]) for kind in ("registered", "owned"))
     moved = sorted(path for path, at in start["addresses"].items() if step["addresses"].get(path) != at)
     judged = {
@@ -146,7 +169,9 @@ def judge_step(step: dict[str, Any], start: dict[str, Any], oracle: Oracle) -> d
         "weights": step["weights"],
         "tokens_equal": equal,
         "largest_logprob_difference": _finite(gap),
-        "bit_equal_to_cold": step["outputs"] == cold["outputs"],
+        "bit_equal_to_cold": any(step["outputs"] == step["again"] == cold["outputs"] for cold in colds),
+        "perplexity": _perplexity(step["losses"][0]),
+        "loss_difference": _finite(loss_gap),
         "tensors": total,
         "tensors_differing": len(wrong),
         "moved": len(moved),
@@ -156,30 +181,20 @@ def judge_step(step: dict[str, Any], start: dict[str, Any], oracle: Oracle) -> d
     for key, shown in (("differing", dict(list(wrong.items())[:_SHOWN])), ("moved_paths", moved[:_SHOWN])):
         if shown:
             judged[key] = shown
-    if "pressed_bytes" in step:
-        judged["pressed_bytes"] = step["pressed_bytes"]
+    judged |= {key: step[key] for key in ("pressed_bytes",) if key in step}
+    if "refilled" in step:
+        judged |= {"refilled": dict(list(step["refilled"].items())[:_SHOWN]), "refilled_count": len(step["refilled"])}
     return judged
 
 
 def judge_mode(outcome: Outcome, oracle: Oracle) -> dict[str, Any]:
     """A warm engine: `right` or `wrong`, with the reasons and the numbers."""
-    steps = outcome.steps
+    steps, record = outcome.steps, outcome.record or {}
     judged = [judge_step(step, steps[0], oracle) for step in steps]
     reasons = [outcome.error] if outcome.error else []
     if not steps and not outcome.error:
         reasons.append("no step was seen")
-    for step in judged:
-        count = len(oracle.cold["a"]["outputs"]["tokens"])
-        if step["tensors_differing"]:
-            first = ", ".join(f"{path} ({how})" for path, how in list(step["differing"].items())[:3])
-            reasons.append(f"{step['step']}: {step['tensors_differing']} tensor(s) differ from a cold engine's: {first}")
-        if step["tokens_equal"] < count and oracle.tokens_agree:
-            reasons.append(f"{step['step']}: {step['tokens_equal']} of {count} sequences equal a cold engine's")
-        difference = step["largest_logprob_difference"]
-        if difference is None:
-            reasons.append(f"{step['step']}: log-probabilities are not numbers")
-        elif difference > oracle.allowed:
-            reasons.append(f"{step['step']}: log-probabilities differ by {difference:.3g}, cold engines by {oracle.allowed:.3g} at most")
+    reasons += [f"{step['step']}: {why}" for step in judged for why in _against_cold(step, oracle)]
     reasons += _not_returned(steps, oracle)
     gaps = [step["largest_logprob_difference"] for step in judged[1:]]
     return {
@@ -187,16 +202,38 @@ def judge_mode(outcome: Outcome, oracle: Oracle) -> dict[str, Any]:
         "reasons": reasons,
         "tokens_equal": min((step["tokens_equal"] for step in judged[1:]), default=None),
         "largest_logprob_difference": None if None in gaps else max(gaps, default=None),
+        "largest_loss_difference": max((step["loss_difference"] or 0.0 for step in judged[1:]), default=None),
         "bit_equal_to_cold": bool(judged[1:]) and all(step["bit_equal_to_cold"] for step in judged),
         "tensors_equal": bool(judged[1:]) and not any(step["tensors_differing"] for step in judged),
-        "returns_to_the_bit": len(steps) > 2 and not _not_returned(steps, oracle),
+        "returns_to_the_bit": len(steps) > 2 and not _not_returned(steps, replace(oracle, repeatable=True)),
         "moved": max((step["moved"] for step in judged), default=0),
         "checks": _largest(step["checks"] for step in judged),
-        "load_seconds": (outcome.record or {}).get("load_seconds"),
-        "graphs": (outcome.record or {}).get("graphs"),
+        **{key: record[key] for key in ("load_seconds", "seal_seconds", "graphs", "contract", "blanked") if key in record},
         "steps": judged,
         **({"error": outcome.error, "exit_code": outcome.exit_code} if outcome.error else {}),
     }
+
+
+def _against_cold(step: Mapping[str, Any], oracle: Oracle) -> Iterator[str]:
+    """What tells a judged step from cold engines of the same weights."""
+    if step["tensors_differing"]:
+        first = ", ".join(f"{path} ({how})" for path, how in list(step["differing"].items())[:3])
+        yield f"{step['tensors_differing']} tensor(s) differ from a cold engine's: {first}"
+    count = len(oracle.cold["a"][0]["outputs"]["tokens"])
+    if step["tokens_equal"] < count and oracle.tokens_agree:
+        yield f"{step['tokens_equal']} of {count} sequences equal a cold engine's"
+    difference, loss = step["largest_logprob_difference"], step["loss_difference"]
+    if difference is None or loss is None:
+        yield "log-probabilities are not numbers"
+        return
+    if difference > oracle.spread:
+        yield f"log-probabilities differ by {difference:.3g}, cold engines by {oracle.spread:.3g} at most"
+    if loss > oracle.loss_spread:
+        yield f"the mean loss differs by {loss:.3g}, cold engines by {oracle.loss_spread:.3g} at most"
+
+
+def _perplexity(loss: float) -> float | None:
+    return round(math.exp(loss), 4) if loss < 100 else None
 
 
 def _not_returned(steps: list[dict[str, Any]], oracle: Oracle) -> list[str]:
@@ -205,7 +242,8 @@ def _not_returned(steps: list[dict[str, Any]], oracle: Oracle) -> list[str]:
     found = []
     for step in steps:
         before = first.setdefault(step["weights"], step)
-        if step["outputs"] != before["outputs"]:
+        _, gap = outputs_gap(step["outputs"], before["outputs"])
+        if step["outputs"] != before["outputs"] and (oracle.repeatable or gap > oracle.spread):
             found.append(f"{step['step']}: other outputs than at {before['step']}, with the same weights")
         if set(differing(step, before)) - set(oracle.unstable):
             found.append(f"{step['step']}: other bytes than at {before['step']}, with the same weights")
@@ -234,23 +272,30 @@ def judge_row(name: str, about: str, seed: int, outcomes: Mapping[str, Outcome])
         return row | {"verdict": "blocked", "evidence": {"error": f"{mode}: {error}", "stderr": list(outcome.stderr)[-5:]}}
     oracle = Oracle.of(outcomes)
     judged = {mode: judge_mode(outcomes[mode], oracle) for mode in ("stock", "weightsync") if mode in outcomes}
-    cold = oracle.cold["a"]
-    equal, _ = outputs_gap(cold["outputs"], oracle.cold["b"]["outputs"])
+    cold = oracle.cold["a"][0]
+    equal, _ = outputs_gap(cold["outputs"], oracle.cold["b"][0]["outputs"])
+    scratch = {path: [held["rule"], held["nbytes"]] for path, held in cold["scratch"].items()}
     evidence = {
         "prompts": len(cold["outputs"]["tokens"]),
         "tokens_each": len(cold["outputs"]["tokens"][0]),
         "sequences_that_a_and_b_share": equal,
-        "cold_engines": oracle.engines,
+        "cold_engines": {letter: len(steps) for letter, steps in oracle.starts.items()},
         "cold_spread": _finite(oracle.spread),
-        "allowed_spread": _finite(oracle.allowed),
+        "cold_loss_spread": _finite(oracle.loss_spread),
+        "repeatable": oracle.repeatable,
+        "perplexity": {letter: _perplexity(steps[0]["losses"][0]) for letter, steps in oracle.cold.items()},
         "tensors": {kind: len(cold[kind]) for kind in ("registered", "owned")},
         "unstable": dict(list(oracle.unstable.items())[:_UNSTABLE_SHOWN]),
         "unstable_count": len(oracle.unstable),
         "unstable_registered": sorted(oracle.unstable.keys() & cold["registered"].keys()),  # ought to be empty
-        "scratch_bytes": sum(cold["scratch"].values()),
+        "scratch": dict(list(scratch.items())[:_UNSTABLE_SHOWN]),
+        "scratch_count": len(scratch),
+        "scratch_bytes": sum(nbytes for _, nbytes in scratch.values()),
         "graphs": first.get("graphs"),
         "kernels": first.get("kernels"),
     }
+    if contract := judged.get("weightsync", {}).get("contract"):
+        evidence |= {"unowned": contract["anonymous"][:_SHOWN], **{key: contract[key] for key in ("possibly_derived", "unproven")}}
     verdict = judged["weightsync"]["verdict"] if "weightsync" in judged else "wrong"
     if equal == evidence["prompts"]:  # then nothing that the engine says tells old weights from new
         verdict, evidence["void"] = "wrong", "a and b give the same outputs"
@@ -279,15 +324,27 @@ def merge_into(path: Path, row: Mapping[str, Any], order: Iterable[str] = ()) ->
 
 def table(results: Mapping[str, Any]) -> str:
     """The results as a table in Markdown."""
-    lines = ["| checkpoint | stock `reload_weights` | weightsync | by weightsync |", "|---|---|---|---|"]
+    lines = ["| checkpoint | stock `reload_weights` | weightsync | repaired | apply |", "|---|---|---|---|---|"]
     for row in results["rows"]:
         if row["verdict"] == "blocked":
-            lines.append(f"| {row['about']} | does not start: {_cell(row['evidence']['error'])} | blocked | |")
+            lines.append(f"| {row['about']} | does not start: {_cell(row['evidence']['error'])} | blocked | | |")
             continue
-        count = row["evidence"]["prompts"]
-        stock, ours = row.get("stock"), row.get("weightsync")
-        lines.append(f"| {row['about']} | {_verdict(stock, count)} | {_verdict(ours, count)} | {_work(ours)} |")
+        count, ours = row["evidence"]["prompts"], row.get("weightsync")
+        lines.append(f"| {row['about']} | {_verdict(row.get('stock'), count)} | {_verdict(ours, count)} | {_work(ours)} |")
     return "\n".join(lines)
+
+
+def put_table(text: str, made: str) -> str:
+    """A text with the table put between its two marks.
+
+    Raises:
+        ValueError: the marks are not there, once each and in order.
+    """
+    before, first, rest = text.partition(MARKS[0])
+    _, second, after = rest.partition(MARKS[1])
+    if not (first and second) or any(mark in part for mark in MARKS for part in (before, after)):
+        raise ValueError(f"want {MARKS[0]} and behind it {MARKS[1]}, once each")
+    return f"{before}{first}\n{made}\n{second}{after}"
 
 
 def _verdict(mode: Mapping[str, Any] | None, prompts: int) -> str:
@@ -295,18 +352,25 @@ def _verdict(mode: Mapping[str, Any] | None, prompts: int) -> str:
         return "not run"
     if mode["verdict"] == "right":
         return "right, equal to the bit" if mode["bit_equal_to_cold"] else f"right, within {mode['largest_logprob_difference']:.2g}"
-    if mode.get("error"):
-        return f"**{_cell(mode['error'])}**"
-    return f"**wrong, no error: {mode['tokens_equal']} of {prompts} sequences match**"
+    if error := mode.get("error"):
+        at, _, said = error.partition(": ")
+        if "illegal memory access" in error:
+            said = "illegal memory access"
+        return f"**{_cell(said or at)}**" + (" at the start" if at == "start" else "")
+    if mode["tensors_equal"] and mode["returns_to_the_bit"]:
+        return "**bytes equal, outputs not**"
+    return f"**no error; {mode['tokens_equal']} of {prompts} sequences match**"
 
 
 def _work(mode: Mapping[str, Any] | None) -> str:
+    """Two cells: tensors brought back to the captured storage in one update, and the shortest time an update was applied in."""
     if mode is None or not mode["steps"][1:]:
-        return ""
-    seconds = [step["seconds"].get("apply", 0.0) for step in mode["steps"][1:]]
-    words = [f"{count} {key.replace('_', ' ')}" for key, count in sorted(mode["checks"].items()) if any(word in key for word in _WORK)]
-    return ", ".join([f"apply {1000 * min(seconds):.0f} ms", f"{mode['moved']} moved", *words])
+        return " |"
+    seconds = [step["seconds"]["apply"] for step in mode["steps"] if "apply" in step["seconds"]]
+    repaired = mode["checks"].get("paths_repaired", 0)
+    return f"{f'{repaired} tensors' if repaired else ''} | {f'{1000 * min(seconds):.0f} ms' if seconds else ''}"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("\n", " ")[:160]
+    """Short enough for a table; a bracket of advice and what follows a line's end are left out."""
+    return text.split(" / ")[0].replace("|", "/").replace("\n", " ")[:110].strip()

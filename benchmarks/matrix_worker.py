@@ -5,13 +5,17 @@ to the job's `out`, anew after each step, so that a crash loses nothing. Modes:
 
     cold-…       start on the weights `a` or `b`, and that is all
     stock        start on `a`; then vLLM's own `reload_weights` from disk: a, b, b under pressure, a
-    weightsync   the same through our worker extension, a sender in a thread of this process, and gloo
+    weightsync   the same through our worker extension, a sender in a thread of this process, and gloo;
+                 then with scratch overwritten, and last with all else that nobody owns set to zero
 
-After each step: greedy tokens and log-probabilities, a digest of every tensor that
+After each step: greedy tokens and log-probabilities, twice, to see whether this
+engine repeats itself; the mean loss on fixed streams; a digest of every tensor that
 the model has registered (`registered`) or otherwise reaches (`owned`), and the
 addresses of the registered ones. *Under pressure* means that blocks which the
 reload freed are filled with ones (NaN in every float format, -1 in every integer)
 before the engine runs again, as another tenant of the allocator would.
+
+With WEIGHTSYNC_MATRIX_HISTORY=1 the allocator keeps the Python stack of every block.
 
 Not covered: engines in several processes; memory that no Python object holds.
 """
@@ -23,18 +27,24 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import matrix_scratch
 from weightsync.check.contents import contents, kernels
-from weightsync.check.engine import OURS, Trainer, generate
+from weightsync.check.engine import OURS, Trainer, contract_report, generate, mean_loss, sealed_memory
 
 #: Steps of a warm engine: name, and weights that it ought to hold then.
 WARM_STEPS = (("start", "a"), ("same", "a"), ("new", "b"), ("pressed", "b"), ("back", "a"))
-_SMALL_BLOCK = 1 << 20  # torch serves requests up to this size from segments of their own
+#: One more of ours: nothing is loaded, scratch is overwritten.
+REFILLED = ("refilled", "a")
+#: Items of a list or a mapping, and letters of a text, that are kept of a contract's report.
+_ITEMS, _LETTERS = 24, 300
+_NAMED = 4  # slots with an owner are told of by their counts
 
 
 @dataclass(frozen=True)
@@ -49,33 +59,8 @@ class Job:
     prompts: list[list[int]]
     max_tokens: int
     out: str
+    streams: list[list[int]]
     env: dict[str, str] = field(default_factory=dict)
-
-
-def press(device: str, model: torch.nn.Module) -> int:
-    """Fill memory that the process has freed and not given back with ones; bytes filled."""
-    if device == "cpu":
-        # The C heap keeps no list that can be read: many blocks of the sizes that tensors of this model have.
-        sizes = sorted({tensor.nbytes for tensor in model.state_dict().values() if 0 < tensor.nbytes <= 8 << 20})
-        held = [torch.full((size,), 255, dtype=torch.uint8) for size in sizes for _ in range(16)]
-        return sum(tensor.nbytes for tensor in held)
-    torch.cuda.synchronize()
-    held = []
-    for _ in range(4):  # what is left of a block after a smaller request was served from it is found the next time
-        blocks = [
-            (segment["stream"], block["size"], segment["segment_type"] == "small")
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # not the graphs' own pool
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
-        ]
-        for stream, size, small in sorted(blocks, reverse=True):
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()):
-                for part in [_SMALL_BLOCK] * (size // _SMALL_BLOCK) + [size % _SMALL_BLOCK] if small else [size]:
-                    if part and (small or part > _SMALL_BLOCK):
-                        held.append(torch.full((part,), 255, dtype=torch.uint8, device="cuda"))
-    torch.cuda.synchronize()
-    return sum(tensor.nbytes for tensor in held)
 
 
 class Run:
@@ -101,12 +86,17 @@ class Run:
             self._note(step, letter, {})
             for step, letter in () if self.job.mode.startswith("cold-") else WARM_STEPS[1:]:
                 self._note(step, letter, self._update(step, letter))
+            if self._trainer is not None:
+                step, letter = REFILLED
+                contract, pins = sealed_memory(self._llm)
+                named = matrix_scratch.refill(matrix_scratch.scratch_of(self._model, contract, pins))
+                self._note(step, letter, {"refilled": named | matrix_scratch.blank(matrix_scratch.unowned(contract, scratch=True))})
+                self._blank()
         except Exception as exc:
-            self.record["error"] = f"{step}: {type(exc).__name__}: {_short(str(exc))}"
+            notes = "; ".join(getattr(exc, "__notes__", ()))
+            self.record["error"] = f"{step}: {type(exc).__name__}: {_short(str(exc))}{f' ({notes})' if notes else ''}"
             self.record["failed_step"] = step
             print(f"{self.job.row} {self.job.mode}", self.record["error"], file=sys.stderr, flush=True)
-            import traceback
-
             traceback.print_exc()
         self._write()
 
@@ -116,6 +106,8 @@ class Run:
         self.record["versions"] = {"torch": torch.__version__, "vllm": vllm.__version__, "python": sys.version.split()[0]}
         if self.job.device == "cuda":
             self.record["versions"] |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name()}
+            if os.environ.get("WEIGHTSYNC_MATRIX_HISTORY") == "1":
+                torch.cuda.memory._record_memory_history(stacks="python")
         self._write()
         ours = OURS if self.job.mode == "weightsync" else {}
         began = time.perf_counter()
@@ -129,6 +121,9 @@ class Run:
             self.record["graphs"] = compilation_counter.num_cudagraph_captured
         if self.job.mode == "weightsync":
             self._trainer = Trainer(self._llm)
+            self.record["seal_seconds"] = self._trainer.sealed["seconds"]
+            report = contract_report(self._llm)
+            self.record["contract"] = bounded(report | {"named": report["named"][:_NAMED]})
 
     def _update(self, step: str, letter: str) -> dict[str, Any]:
         from safetensors.torch import load_file
@@ -144,22 +139,49 @@ class Run:
                 torch.cuda.synchronize()
             details = {"seconds": {"apply": time.perf_counter() - began}, "checks": {}}
         if step == "pressed":
-            details["pressed_bytes"] = press(self.job.device, self._model)
+            details["pressed_bytes"] = matrix_scratch.press(self.job.device, self._model)
         return details
 
     def _note(self, step: str, letter: str, details: dict[str, Any]) -> None:
         entry = {"step": step, "weights": letter, **details}
         self.record["steps"].append(entry)
-        entry["outputs"] = generate(self._llm, self.job.prompts, self.job.max_tokens)
+        entry["outputs"], entry["again"] = (generate(self._llm, self.job.prompts, self.job.max_tokens) for _ in range(2))
+        entry["losses"] = [mean_loss(self._llm, self.job.streams) for _ in range(2)]
         entry |= contents(self._model)
         entry["complete"] = True
         self._write()
+
+    def _blank(self) -> None:
+        """Evidence, not a step: whether this engine answers as before without what nobody owns and nothing shows to be scratch."""
+        contract, _ = sealed_memory(self._llm)
+        left = matrix_scratch.unowned(contract, scratch=False)
+        if not left:
+            return
+        self.record["blanked"] = {"outputs": "the process ended", "slots": {}}
+        self._write()  # this is what stays when a kernel takes a zero for an address
+        try:
+            self.record["blanked"]["slots"] = bounded(matrix_scratch.blank(left))
+            outputs = generate(self._llm, self.job.prompts, self.job.max_tokens)
+            same = outputs == self.record["steps"][-1]["outputs"]
+            self.record["blanked"]["outputs"] = "equal to the bit" if same else "others"
+        except Exception as exc:
+            self.record["blanked"]["outputs"] = f"{type(exc).__name__}: {_short(str(exc))}"
 
     def _write(self) -> None:
         out = Path(self.job.out)
         part = out.with_suffix(".part")
         part.write_text(json.dumps(self.record))
         part.replace(out)
+
+
+def bounded(value: Any) -> Any:
+    """Plain data with long lists, mappings and texts cut, and a word on how much was."""
+    if isinstance(value, dict):
+        kept = {str(key)[:_LETTERS]: bounded(item) for key, item in list(value.items())[:_ITEMS]}
+        return kept | ({"…": f"{len(value) - _ITEMS} more"} if len(value) > _ITEMS else {})
+    if isinstance(value, (list, tuple)):
+        return [*map(bounded, value[:_ITEMS]), *([f"… {len(value) - _ITEMS} more"] if len(value) > _ITEMS else [])]
+    return value[:_LETTERS] if isinstance(value, str) else value
 
 
 def _short(text: str) -> str:

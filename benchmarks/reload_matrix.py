@@ -2,16 +2,17 @@
 
     python3 -m benchmarks.reload_matrix --rows moe-fp8-channel,gpt-oss-mxfp4 --jobs 8
     python3 -m benchmarks.reload_matrix --device cpu --rows qwen3-moe
-    python3 -m benchmarks.reload_matrix --table benchmarks/results/reload-matrix-h200.json
+    python3 -m benchmarks.reload_matrix --table benchmarks/results/reload-matrix-h200.json --readme README.md
 
 For each row: small random checkpoints A and B (two seeds), a cold engine of each,
 and two warm engines, one with vLLM's own reload from disk and one with weightsync,
-that go A → A → B → B under allocator pressure → A. Each engine is a process of its
+that go A → A → B → B under allocator pressure → A (ours once more, with scratch
+overwritten). Each engine is a process of its
 own (`matrix_worker`), so a crash is a result like others. `matrix_judge` says what
 *right* means. Rows are merged into the file as they finish; other rows in it stay.
 
-The first cold engine of a row runs alone and fills the row's own compile cache; the
-others share it, so that all run the same kernels.
+The first cold engine of a row runs alone and fills the row's own cache of compiled
+code; the others share it, so that all run the same kernels. Triton's is one for the run.
 
 Exit code 0 when every row asked for has a result, whatever its verdict.
 
@@ -24,6 +25,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -47,6 +49,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPTS = [[1, 5, 9, 300], [7, 7, 7], [100, 200, 300, 400, 500, 11, 12, 13]]
 MAX_TOKENS = 24
+#: On which the mean loss is taken; of tokens that every row's vocabulary has.
+STREAMS = [random.Random(seed).choices(range(3, 500), k=128) for seed in range(4)]
 
 
 class Matrix:
@@ -66,7 +70,8 @@ class Matrix:
 
     def run(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """All rows, at most `--jobs` processes at a time; returns those that have a result."""
-        with ThreadPoolExecutor(max(1, len(rows))) as pool:
+        # No more rows at a time than processes: those begun come to their end before others begin.
+        with ThreadPoolExecutor(max(1, min(len(rows), self.options.jobs))) as pool:
             for future in [pool.submit(self._row, row) for row in rows]:
                 try:
                     future.result()
@@ -114,8 +119,10 @@ class Matrix:
         base = self.work / row.name / mode
         log, out, job = (base.with_suffix(suffix) for suffix in (".log", ".json", ".job"))
         arguments = row.arguments(self.options.device)
-        dump(Job(row.name, mode, self.options.device, folders, arguments, PROMPTS, MAX_TOKENS, str(out), dict(row.env)), job)
-        env = {**os.environ, **ENGINE_ENV[self.options.device], **row.env, "VLLM_CACHE_ROOT": str(self.work / row.name / "cache")}
+        dump(Job(row.name, mode, self.options.device, folders, arguments, PROMPTS, MAX_TOKENS, str(out), STREAMS, dict(row.env)), job)
+        cache = self.work / row.name / "cache"
+        caches = {"VLLM_CACHE_ROOT": str(cache), "TRITON_CACHE_DIR": str(self.work / "triton")}
+        env = {**os.environ, **ENGINE_ENV[self.options.device], **row.env, **caches}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         with self.slots, log.open("wb") as errors:
             began = time.monotonic()
@@ -159,13 +166,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
     parser.add_argument("--seed", type=int, default=1, help="seed of A; B has the next one")
-    parser.add_argument("--colds", type=int, default=1, help="cold engines for each of A and B; the warm ones start cold as well")
+    parser.add_argument("--colds", type=int, default=2, help="cold engines for each of A and B; the warm ones start cold as well")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds that one engine's process may take")
     parser.add_argument("--out", default="", help="file of results; by default benchmarks/results/reload-matrix-<gpu>.json")
     parser.add_argument("--work", default="", help="folder for checkpoints, logs and caches; a temporary one by default")
     parser.add_argument("--keep", action="store_true", help="leave checkpoints in --work")
     parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave vLLM's own reload out")
     parser.add_argument("--table", metavar="FILE", help="print a file of results as a table, and end")
+    parser.add_argument("--readme", metavar="FILE", help="with --table: put the table into this file, between its marks")
     parser.add_argument("--list", action="store_true", help="print the rows, and end")
     return parser.parse_args(arguments)
 
@@ -174,7 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     options = parse(arguments)
     if options.table:
-        print(matrix_judge.table(json.loads(Path(options.table).read_text())))
+        made = matrix_judge.table(json.loads(Path(options.table).read_text()))
+        if options.readme:
+            Path(options.readme).write_text(matrix_judge.put_table(Path(options.readme).read_text(), made))
+        else:
+            print(made)
         return 0
     known = ROWS["cuda"] | ROWS["cpu"]
     names = [name for name in options.rows.split(",") if name] or list(ROWS[options.device])

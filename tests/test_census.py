@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from weightsync.errors import UnsupportedEngine
 from weightsync.storage import census, graph_nodes
-from weightsync.storage.census import Block, Census, Join, MemoryMap, Span
+from weightsync.storage.blocks import MemoryMap, Span
+from weightsync.storage.census import Block, Census, Join
 from weightsync.storage.graph_nodes import NodeReader, Touch, Unread, aligned_words, copy_address, parse_extra
 
 BASE = 0x7F00_0000_0000

@@ -13,6 +13,7 @@ import pytest
 from weightsync import config
 from weightsync.config import Settings, load
 from weightsync.errors import ConfigError
+from weightsync.fleet.vllm_api import worker_arguments
 
 SECRET = "hunter2-do-not-print"
 
@@ -97,6 +98,8 @@ def test_objects_in_flags_are_json_and_the_rest_is_text() -> None:
         ("engine.count", 0, ["engine.count: got 0, want", "greater than or equal to 1"]),
         ("engine.device", "tpu", ["engine.device: got 'tpu', want 'auto', 'cpu' or 'cuda'"]),
         ("engine.model", "/nowhere", ["engine.model: got '/nowhere', want a folder that holds config.json"]),
+        ("engine.strict", "maybe", ["engine.strict: got 'maybe', want", "boolean"]),
+        ("engine.unknown_vllm", "ignore", ["engine.unknown_vllm: got 'ignore', want 'refuse' or 'observe'"]),
         ("api.port", 70_000, ["api.port: got 70000, want less than or equal to 65535"]),
         ("api.max_request_bytes", 1, ["api.max_request_bytes: got 1, want"]),
         ("sync.require", 0, ["sync.require: got 0, want"]),
@@ -201,6 +204,16 @@ def test_extra_refuses_data_parallel_ranks(model: str, value: Any) -> None:
 )
 def test_extra_passes_on_what_only_vllm_can_judge(model: str, extra: dict[str, Any]) -> None:
     assert load({"engine.model": model, "engine.extra": extra}).engine.extra == extra
+
+
+def test_what_the_worker_is_told_comes_from_the_settings_and_leaves_other_additions_alone(model: str) -> None:
+    extra = {"additional_config": {"theirs": 1}}
+    assert worker_arguments(load({"engine.model": model}).engine)["additional_config"] == {}
+    assert worker_arguments(load({"engine.model": model, "engine.extra": extra}).engine)["additional_config"] == {"theirs": 1}
+    settings = load({"engine.model": model, "engine.extra": extra, "engine.strict": "true", "engine.unknown_vllm": "observe"})
+    told = worker_arguments(settings.engine)["additional_config"]
+    assert told == {"theirs": 1, "weightsync": {"strict": True, "unknown_vllm": "observe"}}
+    assert "engine.strict and engine.unknown_vllm" in refused({"engine.model": model, "engine.extra": {"additional_config": told}})
 
 
 def test_settings_cannot_be_changed(model: str) -> None:

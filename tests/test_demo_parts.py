@@ -19,10 +19,11 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from tests.checkpoints import KINDS, build
-from weightsync.demo import grpo, processes, summary, task
+from weightsync.client.quantize import from_int8_channel, int8_channel
+from weightsync.demo import MODELS, formats, grpo, processes, summary, task
 from weightsync.demo.checkpoint import WEIGHTS_FILE, build_checkpoint, checkpoint_tensors, save_like
 from weightsync.demo.view import View, draw
 
@@ -133,7 +134,7 @@ def test_gap_is_nothing_for_own_samples_and_shows_a_wrong_weight(start_folder: P
     learner = grpo.Learner(model, lr=1e-4)
     prompts = [prompt for prompt in task.make_prompts(2, random.Random(0)) for _ in range(2)]
     batch = grpo.collate(own_samples(model, prompts, 4), group_size=2, pad=task.PAD)
-    sent = checkpoint_tensors(model)
+    sent = formats.from_checkpoint(checkpoint_tensors(model), "qwen3")
     assert learner.logprob_gap(batch, sent) < 1e-3
     name = "model.layers.0.mlp.down_proj.weight"
     assert learner.logprob_gap(batch, sent | {name: sent[name] * 2}) > 0.05
@@ -175,6 +176,34 @@ def test_trainer_offers_just_what_the_checkpoint_holds(tied: bool, tmp_path: Pat
     saved = save_like(folder, tmp_path / "saved", offered)
     assert {path.name for path in saved.iterdir()} == {path.name for path in folder.iterdir()}
     assert load_file(saved / WEIGHTS_FILE).keys() == held.keys()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_is_sent_as_its_checkpoint_is_and_comes_back(model: str, tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "start", seed=1, model=model)
+    master = folder if model != "int8" else build_checkpoint(tmp_path / "trainer", seed=1)
+    trained = AutoModelForCausalLM.from_pretrained(master, dtype=torch.float32)
+    held, sent = load_file(folder / WEIGHTS_FILE), checkpoint_tensors(trained, model)
+    assert {name: (t.shape, t.dtype) for name, t in sent.items()} == {name: (t.shape, t.dtype) for name, t in held.items()}
+    state, back = trained.state_dict(), formats.from_checkpoint(sent, model)
+    assert back.keys() == state.keys()
+    for name, tensor in back.items():
+        if model == "int8" and name.endswith("_proj.weight"):
+            assert bool(((tensor - state[name]).abs() <= sent[f"{name}_scale"] * 0.5001).all())
+        else:
+            assert torch.equal(tensor, state[name])
+
+
+def test_int8_takes_each_row_to_the_full_range_as_other_checkpoints_do(tmp_path: Path) -> None:
+    weight = torch.tensor([[0.0, 0.0, 0.0], [1.0, -2.0, 0.5], [-1e-3, 5e-4, 0.0]], dtype=torch.bfloat16)
+    quantised, scale = int8_channel(weight)
+    assert (quantised.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (3, 1))
+    assert quantised.tolist() == [[0, 0, 0], [64, -127, 32], [-127, 64, 0]]
+    assert torch.equal(from_int8_channel(quantised, scale)[0], torch.zeros(3))
+    dense, known = (load_file(build(kind, tmp_path / kind, 1) / "model.safetensors") for kind in ("qwen3", "int8-channel"))
+    name = "model.layers.1.mlp.gate_proj.weight"
+    quantised, scale = int8_channel(dense[name])
+    assert torch.equal(quantised, known[name]) and torch.equal(scale, known[f"{name}_scale"])
 
 
 def test_tokenizer_speaks_the_task(start_folder: Path) -> None:

@@ -23,12 +23,15 @@ from weightsync.protocol import (
     Admission,
     BeginOrder,
     CommunicatorInfo,
+    ContractAnswer,
+    ContractReport,
     EngineState,
     EngineStatus,
     EngineVerdict,
     FleetStatus,
     Generation,
     Manifest,
+    SlotReport,
     SyncReport,
     TensorSpec,
     UpdateRequest,
@@ -48,7 +51,19 @@ VERDICT = EngineVerdict(1, False, None, EngineState.QUARANTINED, 0.5, {"apply": 
 STATUS = UpdateStatus("update-1", 7, UpdateState.ABORTED, 3, 68, 1.5, 2.5, {"admit": 0.5}, (VERDICT,), ERROR)
 ENGINE = EngineStatus(0, EngineState.SERVING, 7, "update-1", "http://127.0.0.1:1", "policy", 2, "0.32.0", "")
 SPAN = VersionSpan(None, 0, 2)
+SLOT = SlotReport("model.layers.0.kernel.strides", "derived", 64, 1 << 46, 2, "gemm", "")
+LOOSE = SlotReport("<scratch at 0x7f>", "scratch", 0, 0x7F, 0, "gemm", "a.py:1 f")
+CONTRACT = ContractReport(
+    "0.33.0", "cuda:0", True, 30, {"kernel": 900}, {"kernel: no layout": 1}, {"host": 2}, 1 << 20,
+    {"derived": 1, "scratch": 1, "weight": 3}, {"derived": 64, "scratch": 0, "weight": 1 << 40}, (SLOT,), (LOOSE,), 3, 0,
+    {"model.layers.0.kernel.strides": {"adopted": 3, "refreshed": 1}}, 0, ("model.gone",), ("model.gone: lost",), ("model.odd",), (), 2, 5,
+    {"seal": 0.5},
+)  # fmt: skip
 MESSAGES = [
+    SLOT,
+    CONTRACT,
+    ContractAnswer(1, CONTRACT),
+    ContractAnswer(0, None, ERROR),
     *MANIFEST.tensors,
     MANIFEST,
     REQUEST,
@@ -312,3 +327,21 @@ def test_the_version_of_a_generation_is_that_of_its_first_token() -> None:
 
 def test_committed_and_aborted_are_final() -> None:
     assert {state for state in UpdateState if state.final} == {UpdateState.COMMITTED, UpdateState.ABORTED}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"left_out": 2}, "2 slots left out don't make up for 5"),
+        ({"slots": {"weight": 5}}, "slots are counted of"),
+        ({"nodes": {"kernel": -1}}, "nodes\\['kernel'\\] is negative"),
+    ],
+)
+def test_a_contract_that_does_not_add_up_is_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(CONTRACT, **change)
+
+
+def test_a_slot_of_less_than_no_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        dataclasses.replace(SLOT, nbytes=-1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.standin import ReadsFreedMemory, StandinGraph
+from tests.standin import ReadsFreedMemory, StandinGraph, Warm, layer_of, model_of, parameter
 from weightsync.storage.adopt import Adopter
 from weightsync.storage.contract import Contract, What, compare
 from weightsync.storage.owners import rewalk, walk
@@ -248,6 +248,41 @@ def test_a_graph_reads_freed_memory_without_a_pin_old_values_without_the_repair_
         assert compare(contract, places(rewalk({"model": model}, names), contract.places)).ok
     assert set(model.state_dict()) == saved
     assert ("held" in model._non_persistent_buffers_set) == (kind == "buffer, not persistent")
+
+
+@pytest.mark.parametrize("kind", ON_AN_ATTRIBUTE)
+def test_what_processing_makes_anew_is_freed_or_old_after_vllms_reload_and_right_after_ours(kind: str) -> None:
+    """The same kinds where they arise: `process_weights_after_loading`, in vLLM's layerwise reload."""
+    pytest.importorskip("vllm")
+    make, read, path = ON_AN_ATTRIBUTE[kind]
+
+    def process(layer: Any) -> None:
+        layer.held = make(layer.weight.data * 2)
+
+    def warm_of(version: int) -> Warm:
+        return Warm(lambda: model_of(layer=layer_of(process, weight=parameter(8))), {"layer.weight": value(version)})
+
+    stock = warm_of(1)
+    graph = StandinGraph({"w": read(stock.model.layer.held)})
+    stock.release()
+    stock.stock({"layer.weight": value(2)})
+    gc.collect()
+    if kind == "tensor on a parameter":
+        assert torch.equal(graph.replay()["w"], value(2))  # type: ignore[arg-type]  # of the old weights
+    else:
+        with pytest.raises(ReadsFreedMemory):
+            graph.replay()
+
+    warm = warm_of(1)
+    graph = StandinGraph({"w": read(warm.model.layer.held), "weight": warm.model.layer.weight})
+    address, saved = read(warm.model.layer.held).data_ptr(), set(warm.model.state_dict())
+    for version in (2, 3):
+        done = warm.ours({"layer.weight": value(version)})
+        assert done.ok and f"model.layer.held{path}" in done.adopted
+        seen: Any = graph.replay()
+        assert torch.equal(seen["w"], value(2 * version)) and torch.equal(seen["weight"], value(version))
+        assert torch.equal(read(warm.model.layer.held), seen["w"]) and read(warm.model.layer.held).data_ptr() == address
+        assert warm.verdict().ok and set(warm.model.state_dict()) == saved
 
 
 @pytest.mark.parametrize("hide", ["set", "generator"])

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import types
+import typing
 import weakref
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from weightsync.storage import fields
 from weightsync.storage.owners import Walker, rewalk, scalars, translations, walk
 from weightsync.storage.pins import pin, place, places
-from weightsync.storage.sweep import holders, sweep
+from weightsync.storage.sweep import sweep
 
 T = torch.zeros(3)
 
@@ -254,6 +255,19 @@ def test_numbers_beside_tensors_of_their_name() -> None:
 HIDDEN: list[torch.Tensor] = []
 
 
+class OfAClass:
+    table: typing.ClassVar[list[torch.Tensor]] = []
+    __table__: typing.ClassVar[list[torch.Tensor]] = []
+
+
+def test_globals_of_classes_are_seen_but_for_those_with_names_like_pythons_own() -> None:
+    OfAClass.table.append(torch.ones(7))
+    OfAClass.__table__.append(torch.ones(8))
+    seen = sweep({})
+    assert seen.everything.tensors[f"{__name__}:OfAClass.table[0]"] is OfAClass.table[0]
+    assert [tensor for tensor in seen.anonymous if tensor is OfAClass.__table__[0]], "half of all names; what hides there has no owner"
+
+
 def test_a_frozen_heap_is_seen_and_stays_frozen() -> None:
     HIDDEN.append(torch.ones(5))
     gc.collect()
@@ -272,13 +286,27 @@ def test_a_frozen_heap_is_seen_and_stays_frozen() -> None:
 
 def test_a_sweep_leaves_out_what_the_roots_reach_and_says_who_holds_the_rest() -> None:
     model, loose = nn.Linear(2, 2), {torch.ones(6)}
-    seen = sweep({"model": model})
+    seen = sweep({"model": model}, lambda tensor: tensor.shape == (6,))
     assert set(seen.everything.tensors) >= {"model.weight", "model.bias"}
     anonymous = [tensor for tensor in seen.anonymous if tensor.shape == (6,)]
     assert len(anonymous) == 1
-    assert "set" in holders(anonymous[0])
+    assert [by for by in seen.held_by if by] == [("set",)]
     assert not any(tensor is model.weight for tensor in seen.anonymous)
     del loose
+
+
+def test_what_is_undone_leaves_no_trace() -> None:
+    deep: Any = []
+    for _ in range(6):
+        deep = [deep, object]
+    walker = Walker(max_depth=4)
+    walker.add({"w": T}, "kept")
+    mark = walker.mark()
+    walker.add({"w": torch.ones(1), "w_float": 1.0, "deep": deep, "kept": deep}, "undone")
+    assert walker.found.truncated and walker.found.scalars
+    walker.undo(mark)
+    found = walker.finish()
+    assert (set(found.tensors), found.aliases, found.scalars, found.truncated, found.roots) == ({"kept['w']"}, {}, {}, [], ["kept"])
 
 
 def test_a_global_that_is_gone_still_counts_as_a_root() -> None:

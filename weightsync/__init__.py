@@ -12,6 +12,7 @@
 
 A folder is a process; their order is the way of the data. `protocol` holds what
 crosses between them, `errors` every error, `config` every setting of the service.
+`check` starts one engine by itself and finds out whether it follows its weights.
 
     from weightsync import WeightSync
     with WeightSync("http://127.0.0.1:8517", token=token) as sync:

@@ -1,4 +1,4 @@
-"""The command line: `serve | demo | status | push | stop`.
+"""The command line: `serve | demo | status | push | check | stop`.
 
 Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
 `--api.port`, …). Heavy imports happen in the command that needs them.
@@ -72,6 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
     _add_client(push)
     push.set_defaults(run=_push)
+
+    check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
+    check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    check.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
+    check.add_argument("--strict", action="store_true", help="take a repair of captured storage for a failure")
+    check.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vLLM, as a JSON object")
+    check.add_argument("--timeout", type=float, default=1800.0, help="deadline of each engine, seconds (default 1800)")
+    check.add_argument("--json", action="store_true", help="the report as JSON")
+    check.set_defaults(run=_check)
 
     stop = commands.add_parser("stop", help="end a fleet that a killed `serve` left behind")
     stop.add_argument("--fleet", default="default")
@@ -165,6 +174,36 @@ def _push(args: argparse.Namespace) -> int:
         )
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
     print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from weightsync.check.run import check, require_ok
+    from weightsync.check.show import show
+
+    try:
+        engine_args = json.loads(args.engine_args)
+    except ValueError:
+        engine_args = None
+    if not isinstance(engine_args, dict):
+        raise ConfigError(f"--engine-args: got {args.engine_args!r}, want a JSON object")
+    report = check(
+        args.model,
+        args.other,
+        strict=args.strict,
+        engine_args=engine_args,
+        timeout_seconds=args.timeout,
+        say=lambda text: print(f"weightsync: starting {text}", file=sys.stderr, flush=True),
+    )
+    if args.json:
+        print(json.dumps(report))
+    else:
+        show(report, Console())
+    require_ok(report)
     return 0
 
 

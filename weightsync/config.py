@@ -67,6 +67,10 @@ class EngineSettings(_Section):
     """Port of the first engine's OpenAI-compatible application; 0 takes free ports."""
     served_model_name: str = "policy"
     """The name that requests to the engines give."""
+    strict: bool = False
+    """Take an update that needed a repair of captured storage for a failed one: the engine is quarantined."""
+    unknown_vllm: Literal["refuse", "observe"] = "refuse"
+    """A vLLM whose reload was not proved: refuse to start, or start, report what graphs read, and refuse every update."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, as they are."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
@@ -85,6 +89,8 @@ class EngineSettings(_Section):
         ours = {"worker_extension_cls", "weight_transfer_config", "distributed_executor_backend", "model", "skip_tokenizer_init"}
         if clash := sorted(ours & set(value)):
             raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
+        if "weightsync" in (value.get("additional_config") or {}):
+            raise ValueError("additional_config without weightsync: that is engine.strict and engine.unknown_vllm")
         if value.get("data_parallel_size", 1) != 1:
             raise ValueError("data_parallel_size 1: run more engines (engine.count) instead")
         return value

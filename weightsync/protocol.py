@@ -16,6 +16,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.report import ContractAnswer as ContractAnswer
+from weightsync.report import ContractReport as ContractReport
+from weightsync.report import SlotReport as SlotReport
+
 #: Raised when a message or the wire format changes; both sides must agree.
 PROTOCOL_VERSION = 1
 

@@ -5,6 +5,7 @@ Not covered: memory that no Python object holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +13,13 @@ import torch
 from weightsync.storage.owners import walk
 from weightsync.transport.digest import digest_tensor, to_hex
 
-#: Parts of owners' paths that hold no weights and change as the engine runs, and why.
-SCRATCH = {"kv_cache": "the KV cache", "workspace": "scratch and locks of kernels"}
+#: Parts of owners' paths that hold no weights, and what they hold.
+SCRATCH = {"kv_cache": "the KV cache", "workspace": "scratch and locks of kernels", "handler_tensor": "an address, of C++'s"}
+
+
+def scratch_rule(path: str) -> str:
+    """The part of a path by which it is left out; empty when it counts."""
+    return next((part for part in SCRATCH if part in path), "")
 
 
 def contents(model: torch.nn.Module) -> dict[str, Any]:
@@ -22,15 +28,26 @@ def contents(model: torch.nn.Module) -> dict[str, Any]:
     found = walk(model, "model")
     names = {f"model.{name}" for name in registered}
     others = {path: tensor for path, tensor in found.tensors.items() if path not in names}
-    scratch = {path: tensor for path, tensor in others.items() if any(part in path for part in SCRATCH)}
+    scratch = {path: tensor for path, tensor in others.items() if scratch_rule(path)}
     return {
         "registered": {name: fingerprint(tensor) for name, tensor in registered.items()},
         "owned": {path: fingerprint(tensor) for path, tensor in others.items() if path not in scratch},
-        "scratch": {path: tensor.nbytes for path, tensor in scratch.items()},
+        "scratch": {path: {"rule": scratch_rule(path), "nbytes": tensor.nbytes} for path, tensor in scratch.items()},
         "scalars": {path: repr(value) for path, value in found.scalars.items()},
         "addresses": {name: tensor.data_ptr() for name, tensor in registered.items()},
         "truncated": list(found.truncated),
     }
+
+
+def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, str]:
+    """Paths that two engines don't agree on, and how: `value`, `only here`, `only there`."""
+    found: dict[str, str] = {}
+    for kind in ("registered", "owned", "scalars"):
+        here, there = left[kind], right[kind]
+        found |= {path: "value" for path in here.keys() & there.keys() if here[path] != there[path]}
+        found |= {path: "only here" for path in here.keys() - there.keys()}
+        found |= {path: "only there" for path in there.keys() - here.keys()}
+    return dict(sorted(found.items()))
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ import torch
 from weightsync.client.sender import Sender
 from weightsync.client.source import offer
 from weightsync.codec import encode
+from weightsync.errors import InternalError, TransportFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
+from weightsync.storage.contract import Contract
+from weightsync.storage.pins import Pins
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import plan_buckets
 from weightsync.transport.rendezvous import host_store
@@ -34,6 +38,9 @@ class Trainer:
 
     Args:
         llm: an engine with the worker extension.
+
+    Attributes:
+        sealed: the worker's report of its seal.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -42,7 +49,7 @@ class Trainer:
         self._info = CommunicatorInfo("127.0.0.1", self._store.port, 1, 2, {"0": 1}, "gloo")
         self._communicator: Any = None
         self._version = 0
-        self._require(self._call("describe"), "none")
+        self.sealed = self._require(self._call("describe"), "none")
 
     def sync(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """One update, to its verdict.
@@ -51,7 +58,7 @@ class Trainer:
             The worker's last report.
 
         Raises:
-            RuntimeError: the worker or the sender failed.
+            WeightSyncError: the worker's, with what it had counted in a note, or the sender's.
         """
         self._version += 1
         update, offered = f"u-{self._version}", offer(tensors)
@@ -67,7 +74,7 @@ class Trainer:
         report = self._call("poll")
         while report["state"] == "receiving":
             if sent and sent[0] is not None:
-                raise RuntimeError(f"sending failed: {sent[0]}")
+                raise TransportFailed(f"sending failed: {sent[0]}") from sent[0]
             time.sleep(0.01)
             report = self._call("poll")
         thread.join(_DEADLINE_SECONDS)
@@ -91,9 +98,10 @@ class Trainer:
 
     def _require(self, report: dict[str, Any], *states: str) -> dict[str, Any]:
         if report["state"] not in states or report["error"]:
-            error = report["error"] or {}
-            checks = {key: count for key, count in report["checks"].items() if count}
-            raise RuntimeError(f"{error.get('code', report['state'])}: {error.get('message', 'no error')} (checks: {checks})")
+            unexpected = InternalError(f"the worker is in state {report['state']}, want {' or '.join(states)}").to_dict()
+            error = WeightSyncError.from_dict(report["error"] or unexpected)
+            error.add_note(f"checks: { {key: count for key, count in report['checks'].items() if count} }")
+            raise error
         return report
 
 
@@ -109,3 +117,35 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, A
         tokens.append([int(token) for token in output.token_ids])
         logprobs.append([float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True)])
     return {"tokens": tokens, "logprobs": logprobs}
+
+
+def mean_loss(llm: Any, streams: Sequence[Sequence[int]]) -> float:
+    """Mean negative log-probability per token of fixed streams, nats; its exponential is the perplexity."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+    losses: list[float] = []
+    for stream in streams:
+        (output,) = llm.generate([TokensPrompt(prompt_token_ids=list(stream))], params, use_tqdm=False)
+        losses += [-float(at[token].logprob) for at, token in zip(output.prompt_logprobs, stream, strict=True) if at]  # none at the first
+    return sum(losses) / len(losses)
+
+
+def contract_report(llm: Any) -> dict[str, Any]:
+    """The contract of the engine's first worker, as plain data. After `Trainer` was made.
+
+    Raises:
+        WeightSyncError: the worker's.
+    """
+    answer = llm.collective_rpc("weightsync_contract")[0]
+    if answer["error"]:
+        raise WeightSyncError.from_dict(answer["error"])
+    report: dict[str, Any] = answer["contract"]
+    return report
+
+
+def sealed_memory(llm: Any) -> tuple[Contract, Pins]:
+    """The contract that the worker of this process has sealed, and what it holds for it. After `Trainer` was made."""
+    guard = llm.collective_rpc(lambda worker: worker._weightsync()._guard)[0]
+    return guard.contract, guard._adopter.pins

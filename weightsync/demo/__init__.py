@@ -8,8 +8,9 @@
     the trainer             `demo/trainer.py` (`grpo.py`)   rollouts, GRPO, `sync_weights()` after each step
     the cold engine         `demo/cold.py`                  a fresh vLLM engine on the weights synced last
 
-Both `run` and `trainer` use `checkpoint.py` (a small Qwen3 with a tokenizer) and
-`task.py` (a toy task with a reward). The proof: after the last update every engine
+Both `run` and `trainer` use `checkpoint.py` (a small Qwen3 with a tokenizer: dense, with
+experts, or INT8), `formats.py` (from the trainer's weights to that checkpoint's form and back)
+and `task.py` (a toy task with a reward). The proof: after the last update every engine
 of the fleet answers greedy prompts with the same tokens and log-probabilities, to
 the bit, as an engine that loaded the trainer's saved weights from disk.
 
@@ -17,3 +18,6 @@ Not covered: models worth having, asynchronous rollouts (here each step waits fo
 the engines to hold the newest weights), GPUs (kernels that are chosen at start
 may differ between two processes, so equality to the bit is a CPU's promise).
 """
+
+#: Values of `weightsync demo --model`.
+MODELS = ("qwen3", "qwen3-moe", "int8")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Learner:
 
     def __init__(
         self,
-        model: Qwen3ForCausalLM,
+        model: PreTrainedModel,
         *,
         lr: float,
         warmup: int = 10,
@@ -163,19 +163,18 @@ class Learner:
         if weights is None:
             logits = self.model(**inputs).logits
         else:
-            logits = torch.func.functional_call(
-                self.model, {name: tensor.float() for name, tensor in weights.items()}, kwargs=inputs
-            ).logits
+            logits = torch.func.functional_call(self.model, dict(weights), kwargs=inputs).logits
         return token_logprobs(logits, batch.input_ids)
 
     @torch.no_grad()
     def logprob_gap(self, batch: Batch, synced: Mapping[str, Tensor]) -> float:
         """Largest |trainer - engine| log-probability over the sampled tokens, nats.
 
-        The trainer's side computes in float32 from `synced`, the bfloat16 tensors that were sent, by
-        name. So the figure is what the engine adds to them: its bfloat16 arithmetic, its kernels, and any
-        weight that is not what was sent. The master weights would add how far they have moved below
-        what bfloat16 can tell, which early in training is ten times as much and says nothing of a sync.
+        The trainer's side computes in float32 from `synced`, what the tensors that were sent are worth
+        (`formats.from_checkpoint`). So the figure is what the engine adds to them: its arithmetic, its
+        kernels, activations that it quantises, and any weight that is not what was sent. The master
+        weights would add how far they have moved below what the sent form can tell, which early in
+        training is ten times as much and says nothing of a sync.
         """
         return float(((self.logprobs(batch, synced) - batch.engine_logprobs).abs() * batch.mask).max())
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from weightsync.demo import processes, summary
+from weightsync.demo import MODELS, processes, summary
 from weightsync.demo.cold import ColdEngine
 from weightsync.demo.processes import Child, ChildFailed, Interrupted, Interrupts
 from weightsync.demo.view import View, draw
@@ -52,6 +52,7 @@ ENGINE_EXTRA: dict[str, Any] = {"max_num_batched_tokens": 1024, "enable_prefix_c
 class Options(Protocol):
     """What `run` reads of its argument."""
 
+    model: str
     steps: int
     engines: int
     seed: int
@@ -63,6 +64,7 @@ class Options(Protocol):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's flags, for a command line that uses argparse."""
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="dense, with experts, or INT8 (weights and activations)")
     parser.add_argument("--steps", type=int, default=20, help="GRPO steps")
     parser.add_argument("--engines", type=int, default=2, help="vLLM engines")
     parser.add_argument("--seed", type=int, default=0, help="of the checkpoint, the prompts and the sampling")
@@ -75,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Options) -> int:
     """Run the demo; returns the exit code: 0 proved, 1 not, 128 + signal when interrupted."""
     view = View(Console(stderr=args.json), plain=args.plain)
-    result: dict[str, Any] = {"ok": False, "engines": args.engines, "steps": args.steps, "reward": [], "updates": [], "cold_equal": False,
-                              "max_logprob_gap": None}  # fmt: skip
+    result: dict[str, Any] = {"ok": False, "model": args.model, "engines": args.engines, "steps": args.steps}
+    result |= {"reward": [], "updates": [], "cold_equal": False, "max_logprob_gap": None}
     code = 1
     with Interrupts() as interrupts, contextlib.ExitStack() as stack:
         demo = Demo(args, view, interrupts, stack)
@@ -138,7 +140,9 @@ class Demo:
         # Imports torch and transformers, which take seconds: not at the top of a command line.
         from weightsync.demo.checkpoint import build_checkpoint
 
-        build_checkpoint(start, self.args.seed)
+        build_checkpoint(start, self.args.seed, self.args.model)
+        # A trainer has no use for quantised weights to start from.
+        master = build_checkpoint(self.out / "trainer", self.args.seed) if self.args.model == "int8" else start
         self.view.say(f"starting {self.args.engines} engine(s); logs in {self.logs}")
         url, token_file = self._serve(start)
         self.view.say(f"fleet ready after {time.monotonic() - began:.0f} s at {url}")
@@ -146,10 +150,10 @@ class Demo:
             cold = self.stack.enter_context(ColdEngine(self.logs / "cold.log"))
         # What a process loads once, at its first engine, it can load while the trainer works.
         cold.submit(start, [[0]], 1, ENGINE_ARGS | ENGINE_EXTRA)
-        lines = self._train(url, token_file, start, final)
+        lines = self._train(url, token_file, {"model": master, "like": start, "save": final})
         self.view.say("comparing every engine with a cold one on the weights synced last")
         fleet = json.loads((final / "outputs.json").read_text())
-        result = summary.summarise(lines, fleet, self._cold_outputs(cold, final, fleet), self.args.steps)
+        result = {"model": self.args.model} | summary.summarise(lines, fleet, self._cold_outputs(cold, final, fleet), self.args.steps)
         draw(lines, self.out / "demo.png")
         result["wall_seconds"] = time.monotonic() - began
         (self.out / "summary.json").write_text(json.dumps(result, indent=1))
@@ -207,9 +211,9 @@ class Demo:
                 return self.url, self.token_file
         raise self.server.failed(f"not ready after {SERVE_TIMEOUT_SECONDS:.0f} s")
 
-    def _train(self, url: str, token_file: Path, start: Path, final: Path) -> list[dict[str, Any]]:
-        command = ["weightsync.demo.trainer", "--url", url, "--token-file", str(token_file), "--model", str(start), "--save", str(final)]
-        trainer = self._child("trainer", [*command, "--steps", str(self.args.steps), "--seed", str(self.args.seed)])
+    def _train(self, url: str, token_file: Path, folders: dict[str, Path]) -> list[dict[str, Any]]:
+        flags = {"url": url, "token-file": token_file, **folders, "kind": self.args.model, "steps": self.args.steps, "seed": self.args.seed}
+        trainer = self._child("trainer", ["weightsync.demo.trainer", *(f"--{key}={value}" for key, value in flags.items())])
         lines: list[dict[str, Any]] = []
         with self.view.table():
             while event := processes.wait_for(self.events, time.monotonic() + TRAINER_TIMEOUT_SECONDS):

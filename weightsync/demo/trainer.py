@@ -1,12 +1,13 @@
 """The trainer, in a process of its own: GRPO against a running fleet.
 
-    python -m weightsync.demo.trainer --url URL --token-file FILE --model FOLDER --save FOLDER
+    python -m weightsync.demo.trainer --url URL --token-file FILE --model FOLDER --like FOLDER --save FOLDER
 
 The initial weights are synced first, then each step is
 
     prompts ─▶ rollouts by the engines ─▶ reward ─▶ GRPO step ─▶ sync_weights()
 
-and every rollout must come from the version synced last. Standard output carries
+and every rollout must come from the version synced last. It trains in float32 from `--model`, and
+sends what the engines' checkpoint `--like` holds, in its form (`formats.py`). Standard output carries
 one JSON object per line: step 0 is the first sync, without a reward. At the end the
 weights that were synced last are saved as a checkpoint, beside `outputs.json` with
 every engine's greedy answers to fixed prompts, for comparison with a cold engine.
@@ -30,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from weightsync.demo import task
+from weightsync.demo import MODELS, formats, task
 from weightsync.demo.checkpoint import checkpoint_tensors, save_like
 from weightsync.demo.grpo import Learner, Sample, collate
 
@@ -51,7 +52,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m weightsync.demo.trainer", description="GRPO against a running fleet")
     parser.add_argument("--url", required=True, help="the service")
     parser.add_argument("--token-file", type=Path, required=True, help="file that holds the service's token")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint to start from")
+    parser.add_argument("--model", type=Path, required=True, help="bfloat16 checkpoint to start from")
+    parser.add_argument("--like", type=Path, required=True, help="checkpoint that the engines started from")
+    parser.add_argument("--kind", choices=MODELS, default="qwen3", help="form of that checkpoint")
     parser.add_argument("--save", type=Path, required=True, help="folder for the weights synced last, and outputs.json")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--groups", type=int, default=8, help="prompts per step")
@@ -74,7 +77,7 @@ class Trainer:
     def __init__(self, sync: WeightSync, arguments: argparse.Namespace) -> None:
         self.sync, self.arguments = sync, arguments
         # In float32: AdamW's steps are smaller than bfloat16 can tell apart.
-        self.model = Qwen3ForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
         self.model.train()
         self.learner = Learner(self.model, lr=arguments.lr, seed=arguments.seed)
         self.rng = random.Random(arguments.seed)
@@ -94,7 +97,7 @@ class Trainer:
         samples = self.rollouts(number)
         rolled = time.perf_counter()
         batch = collate(samples, self.arguments.group_size, task.PAD)
-        gap = self.learner.logprob_gap(batch, self.sent)
+        gap = self.learner.logprob_gap(batch, formats.from_checkpoint(self.sent, self.arguments.kind))
         self.learner.step(batch)
         trained = time.perf_counter()
         line = {"step": number, "reward": sum(s.reward for s in samples) / len(samples), "logprob_gap": gap}
@@ -118,7 +121,7 @@ class Trainer:
 
     def _push(self, seconds: dict[str, float]) -> dict[str, Any]:
         """Sync the weights as the next version; what a line says of it, with the seconds of the step so far."""
-        self.sent = checkpoint_tensors(self.model)
+        self.sent = checkpoint_tensors(self.model, self.arguments.kind)
         began = time.perf_counter()
         report = self.sync.sync_weights(self.sent.items(), version=self.version + 1)
         self.version = report.version
@@ -149,7 +152,7 @@ class Trainer:
                     "logprobs": [list(answer.logprobs) for answer in answers],
                 }
             )
-        save_like(self.arguments.model, self.arguments.save, self.sent)
+        save_like(self.arguments.like, self.arguments.save, self.sent)
         outputs = {"version": self.version, "max_tokens": PROBE_TOKENS, "prompts": prompts, "engines": engines}
         (self.arguments.save / OUTPUTS_FILE).write_text(json.dumps(outputs))
 

@@ -67,6 +67,22 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return arguments
 
 
+def worker_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """What else makes an engine one of ours: the extension, the backend, and what the extension is told.
+
+    vLLM carries `additional_config` to every worker and has it in the key of its
+    compile cache. So a worker of an engine with default settings finds nothing there.
+    """
+    told = {"strict": settings.strict, "unknown_vllm": settings.unknown_vllm}
+    default = {name: type(settings).model_fields[name].default for name in told}
+    additional = dict(settings.extra.get("additional_config") or {})
+    return {
+        "worker_extension_cls": "weightsync.worker.extension.WeightSyncExtension",
+        "weight_transfer_config": {"backend": "weightsync"},
+        "additional_config": additional if told == default else {**additional, "weightsync": told},
+    }
+
+
 def has_tokenizer(model: Path) -> bool:
     return any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
 
@@ -80,10 +96,8 @@ class Engine:
 
         self._settings = settings
         arguments = AsyncEngineArgs(
-            **engine_arguments(settings),
+            **engine_arguments(settings) | worker_arguments(settings),
             served_model_name=[settings.served_model_name],
-            worker_extension_cls="weightsync.worker.extension.WeightSyncExtension",
-            weight_transfer_config={"backend": "weightsync"},
             distributed_executor_backend="mp",
         )
         self.llm = AsyncLLM.from_engine_args(arguments)

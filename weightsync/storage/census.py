@@ -8,6 +8,7 @@ nodes of all graphs alive (`graph_nodes`) and joins the words found with the
 allocator's blocks.
 
     install()              before anything is captured: when a worker's extension is imported
+    note_loaded()          when the model is loaded: what is handed out later is no weight
     … vLLM captures …
     seen = take()          once, at the seal; a few tens of milliseconds
     seen.external          blocks outside the graphs' own pools: weights, KV cache, inputs, constants
@@ -36,15 +37,17 @@ torch has no call to drop it alone; `kept_host_bytes` says how much that is.
 from __future__ import annotations
 
 import bisect
+import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from weightsync.storage.blocks import Age, Loaded, MemoryMap, Span, last_handed_out, where
 from weightsync.storage.graph_nodes import NodeReader, Touch, aligned_words, host_bytes_of, load_driver, locate, read_device
 
 Kind = Literal["private_pool", "external", "unknown"]
@@ -58,6 +61,7 @@ MAX_STRAYS = 16_384
 
 _MARK = "_weightsync_counted"
 _captured: weakref.WeakSet[Any] = weakref.WeakSet()
+_loaded: Loaded | None = None
 
 
 def install() -> bool:
@@ -119,54 +123,6 @@ def counted(stock: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Span:
-    """One block of the allocator."""
-
-    address: int
-    nbytes: int
-    requested_bytes: int
-    pool_id: tuple[int, int]
-    device: int
-    active: bool
-
-
-class MemoryMap:
-    """The allocator's blocks by address.
-
-    Attributes:
-        overlaps: blocks that begin inside the one before, which the allocator never makes.
-    """
-
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self._spans = sorted(spans, key=lambda span: span.address)
-        self._starts = [span.address for span in self._spans]
-        pairs = zip(self._spans, self._spans[1:], strict=False)
-        self.overlaps = sum(one.address + one.nbytes > other.address for one, other in pairs)
-
-    @staticmethod
-    def from_snapshot(segments: Sequence[Mapping[str, Any]]) -> MemoryMap:
-        """From `torch.cuda.memory_snapshot()`; a torch that gives blocks no address lays them end to end."""
-        spans = []
-        for segment in segments:
-            address = int(segment["address"])
-            first, second = segment.get("segment_pool_id", (0, 0))
-            for block in segment["blocks"]:
-                address, nbytes = int(block.get("address", address)), int(block["size"])
-                requested, active = int(block.get("requested_size", nbytes)), block["state"] != "inactive"
-                spans.append(Span(address, nbytes, requested, (int(first), int(second)), int(segment.get("device", -1)), active))
-                address += nbytes
-        return MemoryMap(spans)
-
-    def find(self, address: int) -> Span | None:
-        """The block in which `address` lies; one past its end belongs to the next."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0:
-            return None
-        span = self._spans[at]
-        return span if address < span.address + span.nbytes else None
-
-
-@dataclass(frozen=True)
 class Block:
     """A piece of memory that live graphs touch.
 
@@ -183,6 +139,8 @@ class Block:
         pool_id: the allocator's pool; (0, 0) is the ordinary one.
         via: addresses of pointer arrays through which it was found; empty if kernels have it directly.
         memory: `device`, `host` or `unclear`.
+        age: whether it was there when the model's loading had ended.
+        where: what asked for it, if torch recorded that.
     """
 
     kind: Kind
@@ -197,6 +155,8 @@ class Block:
     pool_id: tuple[int, int] = (0, 0)
     via: tuple[int, ...] = ()
     memory: str = "device"
+    age: Age = Age.UNKNOWN
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -256,15 +216,16 @@ Locate = Callable[[int], tuple[int, int, str] | None]
 
 
 class Join:
-    """Collects what graphs touch, block by block. Pure but for the two functions it is handed.
+    """Collects what graphs touch, block by block. Pure but for the functions it is handed.
 
     Attributes:
         pointers: as in `Census`.
         unread: as in `Census`; added to what the nodes' reading gave.
     """
 
-    def __init__(self, memory: MemoryMap, private_pools: Collection[tuple[int, int]]) -> None:
+    def __init__(self, memory: MemoryMap, private_pools: Collection[tuple[int, int]], age: Callable[[Span], Age] | None = None) -> None:
         self.pointers = 0
+        self._age = age or (lambda _: Age.UNKNOWN)
         self.unread: Counter[str] = Counter({"allocator: overlapping blocks": memory.overlaps} if memory.overlaps else {})
         self._memory, self._pools = memory, frozenset(private_pools)
         self._known: dict[int, _Uses] = {}
@@ -311,7 +272,7 @@ class Join:
         found = [
             uses.block(
                 self._kind(span), span.address, span.nbytes, span.requested_bytes,
-                active=span.active, device=span.device, pool_id=span.pool_id,
+                active=span.active, device=span.device, pool_id=span.pool_id, age=self._age(span), where=where(span.frames),
             )
             for uses in self._known.values()
             if (span := uses.span) is not None
@@ -348,6 +309,32 @@ class Join:
         return [uses.block("unknown", start, size, size, memory=memory) for (start, size, memory), uses in merged.items()]
 
 
+def note_loaded() -> None:
+    """Remember what the allocator has handed out now, when the model's loading has ended; the last call counts.
+
+    Without it the census can't tell what may have been made from weights. Where no CUDA context exists, nothing is
+    noted; nor while captured graphs are alive, when loading is a reload and what is there is not all from the first.
+    """
+    global _loaded
+    if not torch.cuda.is_initialized() or captured_graphs():
+        return
+    # What is garbage now, and the workspaces that cuBLAS made meanwhile, would count as kept if handed out again.
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.synchronize()
+    _loaded = Loaded(MemoryMap.from_snapshot(torch.cuda.memory_snapshot()), time.time_ns() // 1000)
+
+
+def _ages() -> Callable[[Span], Age] | None:
+    """How old a block is; None where nobody noted when loading ended."""
+    noted = _loaded
+    if noted is None:
+        return None
+    recorded = getattr(torch._C, "_cuda_isHistoryEnabled", bool)()
+    handed_out = last_handed_out(torch.cuda.memory._snapshot()["device_traces"]) if recorded else {}
+    return lambda span: noted.age(span, handed_out)
+
+
 def take() -> Census:
     """Read every captured graph of this process that is alive. Waits for the device.
 
@@ -360,7 +347,8 @@ def take() -> Census:
     torch.cuda.synchronize()
     graphs = captured_graphs()
     reader = NodeReader(driver)
-    join = Join(MemoryMap.from_snapshot(torch.cuda.memory_snapshot()), {tuple(graph.pool()) for graph in graphs})
+    memory = MemoryMap.from_snapshot(torch.cuda.memory_snapshot())
+    join = Join(memory, {tuple(graph.pool()) for graph in graphs}, _ages())
     largest = (0, 0)
     for number, graph in enumerate(graphs):
         before, raw = reader.by_type.total(), int(graph.raw_cuda_graph())

@@ -25,7 +25,8 @@ class Kind(StrEnum):
     DERIVED = "derived"  # computed from weights, or nobody knows that it is not
     STATIC = "static"  # from the configuration alone
     SCRATCH = "scratch"  # written by the graph before it is read, or a lock
-    ANONYMOUS = "anonymous"  # no owner was found
+    ENGINE = "engine"  # the engine's own, not the model's: inputs, the KV cache
+    ANONYMOUS = "anonymous"  # no owner was found, and nothing is known of it
 
 
 class What(StrEnum):
@@ -36,6 +37,7 @@ class What(StrEnum):
     CHANGED_LAYOUT = "changed_layout"  # an owner has another shape, stride, dtype or offset
     ANONYMOUS = "anonymous"  # never had an owner
     SCALAR = "scalar"  # a host number that a graph has baked in has changed
+    UNREFRESHED = "unrefreshed"  # it follows the weights, and an update left it behind; only a self-test sees that
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Slot:
         layout: None when no owner is known.
         kernel: what reads it, if that is known.
         kind: what it holds.
+        where: for one without an owner, what asked for the memory or holds it, if that is known.
     """
 
     address: int
@@ -82,6 +85,7 @@ class Slot:
     layout: Layout | None
     kernel: str = ""
     kind: Kind = Kind.DERIVED
+    where: str = ""
 
     @property
     def name(self) -> str:
@@ -211,8 +215,8 @@ def compare(
         scalars: host numbers as they are now; None leaves them unchecked.
         repaired: paths that were repaired in this update.
         strict: let a repair fail the verdict.
-        allow_anonymous: let slots without an owner pass. Only for a caller who
-            knows that they can't depend on weights.
+        allow_anonymous: let slots pass of which nothing is known at all. One without
+            an owner that is known to be derived from weights is a fault all the same.
     """
     faults: list[Fault] = []
     dropped: list[str] = []
@@ -220,8 +224,8 @@ def compare(
     if not sealed.places.items() <= now.items():
         for slot in sealed.slots:
             _check(slot, now, faults, dropped)
-    if not allow_anonymous:
-        faults += [_fault(What.ANONYMOUS, slot, slot.name) for slot in sealed.unowned]
+    stands = (slot for slot in sealed.unowned if not (allow_anonymous and slot.kind is Kind.ANONYMOUS))
+    faults += [_fault(What.ANONYMOUS, slot, slot.name, slot.where) for slot in stands]
     if scalars is not None:
         for path, value in sealed.scalars.items():
             have = scalars.get(path)

@@ -39,8 +39,8 @@ SKIPPED_MODULES = (
     *("io", "_io", "pathlib", "re", "typing", "inspect", "ast", "importlib", "weakref", "contextvars", "ctypes", "datetime"),
 )
 #: Where nn.Module keeps what `named_parameters` and its like return, and bookkeeping without tensors.
-_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-_MODULE_BOOKKEEPING = frozenset({"_non_persistent_buffers_set", "training", "_is_full_backward_hook"})
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_MODULE_BOOKKEEPING = frozenset({*MODULE_TABLES, "_non_persistent_buffers_set", "training", "_is_full_backward_hook"})
 _LRU = type(functools.lru_cache(lambda: None))
 
 # `type`'s own descriptors: a metaclass may override attribute access on the class.
@@ -59,9 +59,14 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return torch.nn.Parameter in _mro_of(type(tensor))
 
 
+def is_module_type(kind: type) -> bool:
+    """Whether objects of this class are nn.Modules."""
+    return torch.nn.Module in _mro_of(kind)
+
+
 def is_module(value: object) -> bool:
     """Whether this is an nn.Module."""
-    return torch.nn.Module in _mro_of(type(value))
+    return is_module_type(type(value))
 
 
 def reader(kind: type) -> Fields | None:
@@ -85,8 +90,8 @@ def _skipped(module: object) -> bool:
     return isinstance(module, str) and any(module == skip or module.startswith(skip + ".") for skip in SKIPPED_MODULES)
 
 
-def _attributes(kind: type, first: Fields | None) -> Fields | None:
-    """A reader of instance dictionary and slots, after what `first` yields."""
+def members(kind: type) -> tuple[Any, list[tuple[str, Any]]]:
+    """The descriptor of the instance dictionary, if there is one, and (name, descriptor) of each slot."""
     own = None
     slots: list[tuple[str, Any]] = []
     for cls in _mro_of(kind):
@@ -94,11 +99,17 @@ def _attributes(kind: type, first: Fields | None) -> Fields | None:
             if name == "__dict__":  # a property of that name would be somebody's code
                 own = member if own is None and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType) else own
             elif type(member) is types.MemberDescriptorType and cls not in _BUILTIN:
-                slots.append(("." + name, member))
+                slots.append((name, member))
+    return own, slots
+
+
+def _attributes(kind: type, first: Fields | None) -> Fields | None:
+    """A reader of instance dictionary and slots, after what `first` yields."""
+    own, slots = members(kind)
     if own is None and not slots:
         return first
     # A module's dictionary has its tables in it, which `_module_fields` has read.
-    hidden = _MODULE_TABLES | _MODULE_BOOKKEEPING if first is _module_fields else frozenset()
+    hidden = _MODULE_BOOKKEEPING if first is _module_fields else frozenset()
 
     def fields(value: Any) -> Iterator[tuple[str, Any]]:
         if first is not None:
@@ -107,12 +118,12 @@ def _attributes(kind: type, first: Fields | None) -> Fields | None:
             for name, held in _items(own.__get__(value)):
                 if name not in hidden:
                     yield f".{name}", held
-        for suffix, member in slots:
+        for name, member in slots:
             try:
                 held = member.__get__(value)
             except AttributeError:  # never set
                 continue
-            yield suffix, held
+            yield f".{name}", held
 
     return fields
 
@@ -120,10 +131,10 @@ def _attributes(kind: type, first: Fields | None) -> Fields | None:
 def module_tables(module: object) -> Iterator[tuple[str, str, Any]]:
     """(table, name, value) of a module's parameters, buffers and children, in this order; Nones left out."""
     own = object.__getattribute__(module, "__dict__")
-    for table in ("_parameters", "_buffers", "_modules"):
+    for table in MODULE_TABLES:
         held = own.get(table)
         # A ScriptModule keeps them in C++.
-        if dict in _mro_of(type(held)):
+        if is_dict(held):
             yield from ((table, name, value) for name, value in _items(held) if value is not None)
 
 
@@ -141,9 +152,15 @@ def is_long(value: object) -> bool:
     return _size(value) > MAX_ITEMS and not _all_plain(value)
 
 
-def _base_of(value: object) -> Any:
-    """The built-in container that this is, or extends; None when it is none."""
-    mro = _mro_of(type(value))
+def is_dict(value: object) -> bool:
+    """Whether this is a dictionary, of whatever class."""
+    kind = type(value)
+    return kind is dict or dict in _mro_of(kind)
+
+
+def base_of(kind: type) -> Any:
+    """The built-in container that objects of this class are, or extend; None when they are none."""
+    mro = _mro_of(kind)
     return next((base for base in _SIZED if base in mro), None)
 
 
@@ -153,13 +170,13 @@ def is_sized_type(kind: type) -> bool:
 
 
 def _size(value: object) -> int:
-    base = _base_of(value)
+    base = base_of(type(value))
     return 0 if base is None else int(base.__len__(value))
 
 
 def _all_plain(value: object) -> bool:
     """Whether a container has nothing but numbers, text and the like; a fast loop, without a look at the items."""
-    base = _base_of(value)
+    base = base_of(type(value))
     values: Iterable[Any] = dict.values(value) if base is dict else base.__iter__(value)  # type: ignore[arg-type]
     return set(map(type, values)) <= PLAIN
 

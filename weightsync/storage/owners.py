@@ -50,6 +50,7 @@ class Walk:
         scalars: path to host number.
         truncated: where the walk stopped at a limit. Not empty means that tensors may be missing.
         roots: names of what was walked.
+        parents: path to the path of what holds it, all the way from the tensors and numbers to the roots, whose parent is empty.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Walk:
     scalars: dict[str, float] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
+    parents: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, path: str) -> torch.Tensor | None:
         """The tensor at a path, by whatever alias; None when there is none."""
@@ -140,22 +142,28 @@ class Walker:
         else:
             self.found.roots.append(name)
 
-    def mark(self) -> tuple[int, int, int]:
-        """Where the walk stands, for `since` and `undo`."""
-        return len(self.found.tensors), len(self.found.aliases), len(self.found.scalars)
+    def is_new(self, value: object) -> bool:
+        """Whether `add` would look at this: a tensor, or an object that can hold something and was not reached yet."""
+        reader = self._reader(type(value))
+        return type(value) in self._tensor_types or (reader is not None and id(value) not in self._seen)
 
-    def since(self, mark: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    def mark(self) -> tuple[int, int, int, int]:
+        """Where the walk stands, for `since` and `undo`."""
+        return len(self.found.tensors), len(self.found.aliases), len(self.found.scalars), len(self.found.truncated)
+
+    def since(self, mark: tuple[int, int, int, int]) -> dict[str, torch.Tensor]:
         """Tensors found after the mark."""
         return dict(islice(reversed(self.found.tensors.items()), len(self.found.tensors) - mark[0]))
 
-    def undo(self, mark: tuple[int, int, int]) -> None:
+    def undo(self, mark: tuple[int, int, int, int]) -> None:
         """Forget the names found after the mark, and the root added then. What was reached stays reached."""
         for path in self.since(mark):
             self.found.registered.discard(path)
         tables: tuple[dict[str, Any], ...] = (self.found.tensors, self.found.aliases, self.found.scalars)
-        for table, count in zip(tables, mark, strict=True):
+        for table, count in zip(tables, mark[:3], strict=True):
             while len(table) > count:
                 table.popitem()
+        del self.found.truncated[mark[3] :]
         self.found.roots.pop()
 
     def finish(self) -> Walk:
@@ -165,13 +173,15 @@ class Walker:
             aliases_of.setdefault(to, []).append(path)
         # Aliases matter where a tensor lies below, be it through another alias.
         useful: set[str] = set()
-        waiting = [self._parents[path] for path in self.found.tensors]
+        leaves = (*self.found.tensors, *self.found.scalars)
+        waiting = [self._parents[path] for path in leaves]
         while waiting:
             path = waiting.pop()
             if path not in useful:
                 useful.add(path)
                 waiting += [self._parents[other] for other in (path, *aliases_of.get(path, ())) if other in self._parents]
         self.found.aliases = {path: to for path, to in self.found.aliases.items() if to in useful}
+        self.found.parents = {path: self._parents[path] for path in (*leaves, *useful) if path}
         self._held.clear()
         self._seen.clear()
         self._parents.clear()
@@ -225,6 +235,7 @@ class Walker:
             beside = (f"{path}{opening}{lead}{base}{closing}" for lead in ("", "_", "__"))
             if name in self._also or any(other in self.found.tensors for other in beside):
                 self.found.scalars[path + suffix] = value
+                self._parents[path + suffix] = path
 
     def _visit(self, value: Any, path: str, parent: str, depth: int) -> None:
         kind = type(value)

@@ -47,15 +47,16 @@ def places(found: Walk, wanted: Iterable[str] = ()) -> dict[str, Place]:
     out: dict[str, Place] = {}
     with torch._C.DisableTorchFunctionSubclass():  # no subclass has a say in where it lies
         for path, tensor in found.tensors.items():
-            if (at := _readable_place(tensor)) is not None:
+            if (at := readable_place(tensor)) is not None:
                 out[path] = at
         for path in wanted:
-            if path not in out and (other := found.resolve(path)) is not None and (at := _readable_place(other)) is not None:
+            if path not in out and (other := found.resolve(path)) is not None and (at := readable_place(other)) is not None:
                 out[path] = at
     return out
 
 
-def _readable_place(tensor: torch.Tensor) -> Place | None:
+def readable_place(tensor: torch.Tensor) -> Place | None:
+    """`place` of anything that a walk may find."""
     # Asking a fake tensor for its pointer warns, and in some versions raises.
     return None if type(tensor).__module__.startswith("torch._subclasses") else place(tensor)
 
@@ -63,7 +64,7 @@ def _readable_place(tensor: torch.Tensor) -> Place | None:
 def storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Path to storage address, of tensors that have memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        at = {path: _readable_place(tensor) for path, tensor in tensors.items()}
+        at = {path: readable_place(tensor) for path, tensor in tensors.items()}
     return {path: found[0] for path, found in at.items() if found is not None and found[0]}
 
 
@@ -140,7 +141,7 @@ class Pins:
 def pin_one(path: str, tensor: torch.Tensor) -> Pin | None:
     """A strong reference to one tensor's storage; None when it has no storage of its own."""
     with torch._C.DisableTorchFunctionSubclass():
-        at = _readable_place(tensor)
+        at = readable_place(tensor)
         if at is None:
             return None
         try:
@@ -164,11 +165,23 @@ def pin(found: Walk, anonymous: Iterable[torch.Tensor] = ()) -> Pins:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An address that a captured kernel was given. `nbytes` is what is known of the block around it, else 0."""
+    """An address that a captured kernel was given.
+
+    Args:
+        address: wherever in a storage it points.
+        nbytes: size of the allocator's block around it, 0 when there is none.
+        kernel: what reads it.
+        block: where that block begins; several reads of one that nobody owns are one slot.
+        kind: what the memory holds should nobody own it.
+        where: what asked for it, if that is known.
+    """
 
     address: int
     nbytes: int = 0
     kernel: str = ""
+    block: int = 0
+    kind: Kind = Kind.ANONYMOUS
+    where: str = ""
 
 
 def slots_of(pins: Pins, reads: Iterable[Read] | None = None, kinds: Mapping[str, Kind] | None = None) -> list[Slot]:
@@ -184,6 +197,7 @@ def slots_of(pins: Pins, reads: Iterable[Read] | None = None, kinds: Mapping[str
     """
     held = [*pins.by_path.values(), *pins.anonymous]
     read_by, stray = (None, []) if reads is None else _join(held, reads)
+    kinds = kinds or {}
     groups: dict[Place, list[Pin]] = {}
     for each in held:
         if read_by is None or each.address in read_by:
@@ -192,29 +206,30 @@ def slots_of(pins: Pins, reads: Iterable[Read] | None = None, kinds: Mapping[str
     slots = []
     for (address, layout), group in groups.items():
         paths = tuple(p.path for p in group if p.path in pins.by_path)
-        kernel = (read_by or {}).get(address, "")
+        read = (read_by or {}).get(address, Read(address))
+        known = next((kinds[p.path] for p in group if p.path in kinds), None)
         if paths:
             default = Kind.WEIGHT if any(p.parameter for p in group) else Kind.DERIVED
-            known = [kinds[path] for path in paths if path in kinds] if kinds else []
-            slots.append(Slot(address, group[0].nbytes, paths, layout, kernel, known[0] if known else default))
+            slots.append(Slot(address, group[0].nbytes, paths, layout, read.kernel, known or default))
         elif address not in owned:
-            slots.append(Slot(address, group[0].nbytes, (), layout, kernel, Kind.ANONYMOUS))
-    return slots + [Slot(read.address, read.nbytes, (), None, read.kernel, Kind.ANONYMOUS) for read in stray]
+            slots.append(Slot(address, group[0].nbytes, (), layout, read.kernel, known or read.kind, read.where or group[0].path))
+    return slots + [Slot(read.block or read.address, read.nbytes, (), None, read.kernel, read.kind, read.where) for read in stray]
 
 
-def _join(held: list[Pin], reads: Iterable[Read]) -> tuple[dict[int, str], list[Read]]:
+def _join(held: list[Pin], reads: Iterable[Read]) -> tuple[dict[int, Read], list[Read]]:
     """Storages that are read, with the kernels that do (three at most), and reads that lie in no storage."""
     ends = {each.address: each.address + each.nbytes for each in held if each.address}
     starts = sorted(ends)
-    kernels: dict[int, dict[str, None]] = {}
+    found: dict[int, list[Read]] = {}
     stray: dict[int, Read] = {}
     for read in reads:
         index = bisect.bisect_right(starts, read.address) - 1
         if index >= 0 and read.address < ends[starts[index]]:
-            kernels.setdefault(starts[index], {})[read.kernel] = None
+            found.setdefault(starts[index], []).append(read)
         else:
-            stray.setdefault(read.address, read)
-    return {address: ", ".join(list(names)[:3]) for address, names in kernels.items()}, list(stray.values())
+            stray.setdefault(read.block or read.address, read)
+    kernels = {address: ", ".join(list(dict.fromkeys(read.kernel for read in group))[:3]) for address, group in found.items()}
+    return {address: replace(group[0], kernel=kernels[address]) for address, group in found.items()}, list(stray.values())
 
 
 def snapshot(pins: Pins, paths: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ after capture. So the heap is thawed for the look and frozen again.
 
 Not covered: tensors that only C++ holds (handles of oneDNN, autograd's saved tensors),
 which have no Python object. What is reached only from a running function's frame, a
-set or a weak reference comes out as anonymous.
+set, a weak reference or a global named like `__this__` comes out as anonymous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import gc
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ import torch
 from weightsync.storage import fields
 from weightsync.storage.owners import Walk, Walker
 from weightsync.storage.pins import storages
+
+MAX_TRACED = 8
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,16 @@ class Sweep:
         everything: the walk of the roots, and of the globals that hold tensors which the roots don't.
         globals: names of those globals (`module:NAME`), for `rewalk`.
         anonymous: tensors without a path, one for each storage.
+        held_by: classes of the objects that hold each of them, for those that were asked about.
     """
 
     everything: Walk
     globals: tuple[str, ...]
     anonymous: tuple[torch.Tensor, ...]
+    held_by: tuple[tuple[str, ...], ...]
 
 
-def sweep(exclude: Mapping[str, object]) -> Sweep:
+def sweep(exclude: Mapping[str, object], trace: Callable[[torch.Tensor], bool] = lambda _: False) -> Sweep:
     """Walk the roots, and find the tensors that they don't reach.
 
     Takes one to a few seconds in an engine. Call it when the engine is idle: a
@@ -53,6 +57,7 @@ def sweep(exclude: Mapping[str, object]) -> Sweep:
 
     Args:
         exclude: name to object, as for `rewalk`: what is reached from there is owned.
+        trace: of which anonymous tensors to look for the holders; of the first `MAX_TRACED`, each costs a look at the whole heap.
     """
     with _thawed():
         walker = Walker()
@@ -61,12 +66,18 @@ def sweep(exclude: Mapping[str, object]) -> Sweep:
         known = set(storages(walker.found.tensors).values())
         loose = {at: tensor for at, tensor in _alive().items() if at not in known}
         names = list(_name(walker, loose)) if loose else []
-        return Sweep(walker.finish(), tuple(names), tuple(loose.values()))
+        anonymous = tuple(loose.values())
+        traced = [tensor for tensor in anonymous if trace(tensor)][:MAX_TRACED]
+        held_by = {id(tensor): _holders(tensor, loose, anonymous, traced) for tensor in traced}
+        return Sweep(walker.finish(), tuple(names), anonymous, tuple(held_by.get(id(tensor), ()) for tensor in anonymous))
 
 
 def _name(walker: Walker, loose: dict[int, torch.Tensor]) -> Iterator[str]:
     """Globals below which loose tensors lie; takes those tensors out of `loose`."""
     for name, value in _globals():
+        # Most are descriptors of C, or functions that other modules have as well.
+        if not walker.is_new(value):
+            continue
         mark = walker.mark()
         walker.add(value, name)
         new = storages(walker.since(mark)).values() if walker.mark() != mark else ()
@@ -97,11 +108,22 @@ def _globals() -> Iterator[tuple[str, Any]]:
     """(`module:NAME` or `module:Class.NAME`, value) of everything that could hold a tensor."""
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
+            if _is_pythons(name):
+                continue
             if fields.is_class(value):
                 if fields.class_module(value) == module_name:
-                    yield from ((f"{module_name}:{name}.{key}", held) for key, held in fields.class_dict(value).items() if _holds(held))
+                    yield from (
+                        (f"{module_name}:{name}.{key}", held)
+                        for key, held in fields.class_dict(value).items()
+                        if not _is_pythons(key) and _holds(held)
+                    )
             elif _holds(value):
                 yield f"{module_name}:{name}", value
+
+
+def _is_pythons(name: object) -> bool:
+    """Names like `__init__` and `__spec__`: half of all there are, some with a schema of thousands of objects below."""
+    return type(name) is str and name.startswith("__") and name.endswith("__")
 
 
 def _holds(value: object) -> bool:
@@ -136,7 +158,8 @@ def _thawed() -> Iterator[None]:
             gc.enable()
 
 
-def holders(tensor: torch.Tensor) -> list[str]:
-    """Classes of the objects that refer to a tensor: where to look for the owner of an anonymous one."""
-    with _thawed():
-        return sorted({type(held).__name__ for held in gc.get_referrers(tensor) if not isinstance(held, types.FrameType)})
+def _holders(tensor: torch.Tensor, *ours: object) -> tuple[str, ...]:
+    """Classes of the objects that refer to a tensor: where to look for its owner."""
+    skipped = {id(held) for held in ours}
+    found = (held for held in gc.get_referrers(tensor) if id(held) not in skipped)
+    return tuple(sorted({type(held).__name__ for held in found if not isinstance(held, (types.FrameType, types.GeneratorType))}))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
-from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
 from weightsync.worker import guard, loadmap, vllm_compat
@@ -96,6 +96,10 @@ class Applier:
         return WorkerReport(
             self.rank, "", "none", seconds=sealed.seconds, checks={"addresses": len(self._seal), **sealed.counts, **self._lazies.counts}
         )
+
+    def contract(self) -> ContractReport:
+        """What was sealed, and what became of it since."""
+        return self._guard.report()
 
     def begin(self, order: BeginOrder) -> WorkerReport:
         """Admit an update and start receiving it. Beginning the same update again only reports."""

@@ -17,7 +17,7 @@ import torch
 
 from weightsync.codec import decode, encode
 from weightsync.errors import InternalError, WeightSyncError
-from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.protocol import BeginOrder, ContractAnswer, WorkerReport
 from weightsync.storage import census
 from weightsync.worker.applier import Applier
 
@@ -26,7 +26,7 @@ census.install()
 
 
 class WeightSyncExtension:
-    """Methods are called by name through `collective_rpc`; all answers are `WorkerReport` as plain data."""
+    """Methods are called by name through `collective_rpc`; all answers are plain data: a `WorkerReport`, or a `ContractAnswer`."""
 
     def weightsync_describe(self) -> dict[str, Any]:
         """Seal the model's storage and say what this worker is; called once, before the first update."""
@@ -51,6 +51,18 @@ class WeightSyncExtension:
     def weightsync_abort(self, update_id: str) -> dict[str, Any]:
         """End an update."""
         return self._weightsync_answer(lambda: self._weightsync().abort(update_id))
+
+    def weightsync_contract(self) -> dict[str, Any]:
+        """The storage contract, as it was sealed and as it fared since."""
+        rank = int(getattr(self, "rank", 0))
+        try:
+            answer = ContractAnswer(rank, self._weightsync().contract())
+        except WeightSyncError as exc:
+            answer = ContractAnswer(rank, error=exc.to_dict())
+        except Exception as exc:
+            answer = ContractAnswer(rank, error=InternalError(f"worker: {type(exc).__name__}: {exc}").to_dict())
+        plain: dict[str, Any] = encode(answer)
+        return plain
 
     def _weightsync(self) -> Applier:
         applier = getattr(self, "_weightsync_applier", None)

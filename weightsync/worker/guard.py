@@ -3,7 +3,13 @@
 At the seal every tensor that the model reaches is named and held, the addresses
 that captured graphs read are taken by the census, and both are joined. After an
 update's reload whatever moved is brought back to the captured storage; then every
-slot must lie where it lay, or the verdict says which does not.
+slot must lie where it lay, or the verdict says which does not. The repair walks the
+model once; the check goes by the sealed paths.
+
+Memory that a graph reads and nobody owns makes every verdict fail if it was there
+when the model's loading had ended: it may hold what was made from weights, and
+nothing could bring new values to it. What the engine's runs took later is scratch.
+If nobody noted when loading ended, only a strict guard refuses it.
 
 On a CPU there are no graphs to read: every storage that the walk finds counts.
 
@@ -13,26 +19,30 @@ that the layers' own post-processing does not compute anew.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from weightsync.errors import UnsupportedEngine, VerdictNotOk
-from weightsync.storage import census
+from weightsync.errors import VerdictNotOk
+from weightsync.protocol import ContractReport
 from weightsync.storage.adopt import Adopter, Adoption
-from weightsync.storage.contract import Contract, Kind, Verdict, compare, same_number
-from weightsync.storage.owners import Walk, rewalk
-from weightsync.storage.pins import Pins, Read, pin, place, places, slots_of
+from weightsync.storage.contract import Contract, Kind, Place, Slot, Verdict, What, compare, same_number
+from weightsync.storage.lookup import Lookup
+from weightsync.storage.owners import resolve_global, rewalk
+from weightsync.storage.pins import Pins, pin, places, slots_of
 from weightsync.storage.sweep import sweep
-from weightsync.worker import vllm_compat
+from weightsync.worker import sealing, vllm_compat
 
 logger = logging.getLogger(__name__)
 
-_ROOT = "model"
 _LOGGED = 20
+#: What became of a path in a repair; kept for the report.
+_DONE = ("adopted", "refreshed", "followed", "strays")
 
 
 @dataclass(frozen=True)
@@ -51,15 +61,31 @@ class Guard:
         runner: what else graphs may read from (input buffers, caches); only named, never repaired.
         device: the worker's device.
         graphs: whether this engine captures CUDA graphs.
+        strict: let a repair fail the verdict, and memory of unknown age that nobody owns.
+        unproven: paths or layers whose refresh nobody could prove; only reported.
 
     Raises:
         UnsupportedEngine: graphs are captured and the census was not in place.
     """
 
-    def __init__(self, model: torch.nn.Module, runner: object, device: torch.device, graphs: bool) -> None:
-        self._model = {_ROOT: model}
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        runner: object,
+        device: torch.device,
+        graphs: bool,
+        *,
+        strict: bool = False,
+        unproven: Sequence[str] = (),
+    ) -> None:
+        self._model = {sealing.MODEL: model}
         self._runner, self._device, self._graphs = runner, device, graphs
+        self.strict, self.unproven = strict, tuple(unproven)
         self._adopter = Adopter(Pins({}))
+        self._repaired: dict[str, Counter[str]] = {}
+        self._verdict: Verdict | None = None
+        self._times: dict[str, float] = {}
+        self._seals = self._checks = 0
         self.seal()
 
     def seal(self) -> None:
@@ -69,49 +95,94 @@ class Guard:
             UnsupportedEngine: as at the start. What was sealed before still holds then.
         """
         began = time.monotonic()
-        seen = _census(self._device, self._graphs)
+        if self._seals:
+            gc.collect()  # a graph that was let go of counts as alive until it is collected
+        seen = sealing.take_census(self._device, self._graphs)
         counted = time.monotonic()
+        roots: dict[str, object] = dict(self._model)
         if seen is None:
             # Without graphs nothing outside the model counts: globals and buffers of a runner come and go.
-            roots: dict[str, object] = dict(self._model)
-            globals_: tuple[str, ...] = ()
-            found, reads = _without_handles(rewalk(roots)), None
+            found, globals_ = sealing.without_handles(rewalk(roots)), tuple[str, ...]()
+            pins, kinds, reads = pin(found), dict[str, Kind](), None
         else:
-            roots = {**self._model, "runner": self._runner}
-            swept = sweep(roots)
-            globals_ = swept.globals
-            reads = [Read(b.address + offset, b.nbytes, ", ".join(b.kernels[:3])) for b in seen.external for offset in b.offsets]
-            found = _only_read(swept.everything, seen)
-        pins = _with_earlier(pin(found), self._adopter.pins, seen)
+            roots[sealing.RUNNER] = self._runner
+            swept = sweep(roots, lambda tensor: sealing.is_read(tensor, seen))
+            found, globals_ = sealing.only_read(swept.everything, seen), swept.globals
+            pins, kinds = sealing.pins_of(found, swept, seen, self._adopter.pins)
+            reads = sealing.reads(seen)
+        owned = time.monotonic()
         # Without graphs no kernel keeps a number.
-        self.contract = Contract.seal(slots_of(pins, reads), found.scalars if seen is not None else {})
-        self._roots, self._globals, self._adopter.pins = roots, globals_, pins
+        contract = Contract.seal(slots_of(pins, reads, kinds), found.scalars if seen is not None else {})
+        lookup = Lookup(found, contract.places, contract.scalars)
+        self.contract, self._lookup, self._adopter.pins = contract, lookup, pins
+        self._roots, self._globals, self._seen, self._truncated = roots, globals_, seen, tuple(found.truncated)
+        self._walked = lookup.differs(lookup.find(self._live()), found)
+        self._seals += 1
+        self.sealed = Sealed(self._counts(), {"census": counted - began, "owners": owned - counted, "seal": time.monotonic() - counted})
+        self._tell()
+
+    def _counts(self) -> dict[str, int]:
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
-        if seen is not None:
-            counts |= {"graphs": seen.graphs, "graph_nodes_unread": sum(seen.unread.values())}
-        self.sealed = Sealed(counts, {"census": counted - began, "seal": time.monotonic() - counted})
+        if self._seen is not None:
+            counts |= {"graphs": self._seen.graphs, "graph_nodes_unread": sum(self._seen.unread.values())}
+            counts["slots_possibly_derived"] = len(self._stand())
+        return counts
+
+    def _stand(self) -> list[Slot]:
+        """Slots without an owner that make every verdict fail."""
+        return [slot for slot in self.contract.unowned if self.strict or slot.kind is not Kind.ANONYMOUS]
+
+    def _tell(self) -> None:
+        refused = {id(slot) for slot in self._stand()}
         for slot in self.contract.unowned[:_LOGGED]:
-            logger.warning("a captured graph reads %s (%d bytes, %s), which nobody owns", slot.name, slot.nbytes, slot.kernel)
+            # What comes of it: an engine that can't be updated, or memory whose age nobody knows.
+            level, comes = (logging.ERROR, "; no update will pass") if id(slot) in refused else (logging.WARNING, "")
+            text = "a captured graph reads %s (%d bytes, %s), which nobody owns%s%s"
+            logger.log(level, text, slot.name, slot.nbytes, slot.kernel, f", from {slot.where}" if slot.where else "", comes)
+        if self._truncated:
+            logger.warning("owners may be missing: the search stopped at %d place(s), first %s", len(self._truncated), self._truncated[0])
 
     def scalars_changed(self) -> list[str]:
         """Paths of sealed host numbers that have another value now, or none: a captured kernel keeps the old one."""
-        now = rewalk(self._roots, self._globals).scalars
+        now = self._now()[1]
         return [path for path, value in self.contract.scalars.items() if not same_number(value, now.get(path))]
 
     def repair(self) -> Adoption:
         """Bring back what a reload has moved. The engine must be paused."""
-        return self._adopter.adopt(_without_handles(rewalk(self._model)))
+        began = time.monotonic()
+        done = self._adopter.adopt(sealing.without_handles(rewalk(self._model)))
+        for what in _DONE:
+            self.note(what, getattr(done, what))
+        self._times["repair"] = time.monotonic() - began
+        return done
+
+    def note(self, what: str, paths: Iterable[str]) -> None:
+        """Count what was done to some paths, here or by somebody else, for the report."""
+        for path in paths:
+            self._repaired.setdefault(path, Counter())[what] += 1
 
     def verify(self, repaired: Adoption) -> Verdict:
         """Whether every slot lies where it was sealed."""
-        now = rewalk(self._roots, self._globals)
-        return compare(
-            self.contract,
-            places(now, self.contract.places),
-            scalars=now.scalars,
-            repaired=repaired.adopted,
-            allow_anonymous=True,  # counted and logged at the seal; what they hold can't be told from here
+        began = time.monotonic()
+        now, numbers = self._now()
+        verdict = compare(
+            self.contract, now, scalars=numbers, repaired=repaired.adopted, strict=self.strict, allow_anonymous=not self.strict
         )
+        self._checks, self._verdict = self._checks + 1, verdict
+        self._times["check"] = time.monotonic() - began
+        return verdict
+
+    def _now(self) -> tuple[dict[str, Place], dict[str, float]]:
+        """Where each sealed path leads, and the sealed numbers, as they are now."""
+        if self._walked:
+            found = rewalk(self._roots, self._globals)
+            return places(found, self.contract.places), found.scalars
+        values = self._lookup.find(self._live())
+        return self._lookup.places(values), self._lookup.numbers(values)
+
+    def _live(self) -> dict[str, object]:
+        """What a look-up starts from: the roots, and the globals that are still there."""
+        return self._roots | {name: value for name in self._globals for value in resolve_global(name)}
 
     def broken(self, repaired: Adoption, verdict: Verdict) -> VerdictNotOk | None:
         """What a broken contract means, with the slots, the kernels that read them, and their bytes; None when it holds."""
@@ -126,50 +197,39 @@ class Guard:
             names=[*(fault.path for fault in verdict.faults), *unrepaired],
         )
 
+    def report(self, limit: int = 200) -> ContractReport:
+        """The contract as plain data.
 
-def _without_handles(found: Walk) -> Walk:
-    """Leave out tensors that hold a number of somebody else's, not values.
-
-    vLLM keeps the pointer of a oneDNN handler in a tensor, and its owner frees what
-    the tensor says when it ends: such a number must not be moved between owners.
-    """
-    for path in [path for path in found.tensors if path.endswith(vllm_compat.FOREIGN_HANDLES)]:
-        del found.tensors[path]
-    return found
-
-
-def _only_read(found: Walk, seen: census.Census) -> Walk:
-    """Leave out what lies outside the model and no graph reads: it may come and go, and must not be held."""
-    ours = (f"{_ROOT}.", f"{_ROOT}[")
-    found.scalars = {path: value for path, value in found.scalars.items() if path.startswith(ours)}
-    for path, tensor in list(found.tensors.items()):
-        if path.startswith(ours):
-            continue
-        at = place(tensor)
-        if at is None or not at[0] or seen.find(at[0]) is None:
-            del found.tensors[path]
-    return found
-
-
-def _with_earlier(pins: Pins, earlier: Pins, seen: census.Census | None) -> Pins:
-    """Keep what was held before and a graph still reads, though no path leads there now: its memory must not be handed out."""
-    if seen is None:
-        return pins
-    now = {held.address for held in (*pins.by_path.values(), *pins.anonymous)}
-    left = {held.address: held for held in (*earlier.by_path.values(), *earlier.anonymous) if held.address not in now}
-    still = (replace(held, path=f"<once {held.path}>") for address, held in left.items() if address and seen.find(address))
-    return replace(pins, anonymous=(*pins.anonymous, *still))
-
-
-def _census(device: torch.device, graphs: bool) -> Any:
-    if device.type != "cuda" or not graphs:
-        return None
-    if not census.active():
-        raise UnsupportedEngine(
-            "this engine captures CUDA graphs and their census is not in place",
-            hint="Start it with worker_extension_cls=weightsync.worker.extension.WeightSyncExtension, or with enforce_eager",
+        Args:
+            limit: entries of each list, at most; the rest is counted.
+        """
+        seen, verdict = self._seen, self._verdict
+        named, anonymous, left_out = sealing.slot_lists(self.contract, limit)
+        counted = {kind: [slot for slot in self.contract.slots if slot.kind is kind] for kind in Kind}
+        # What was repaired most often first: a path that every update moves costs something every time.
+        repaired = sorted(self._repaired.items(), key=lambda item: (-item[1].total(), item[0]))
+        return ContractReport(
+            vllm_version=vllm_compat.vllm_version(),
+            device=str(self._device),
+            strict=self.strict,
+            graphs=seen.graphs if seen else 0,
+            nodes=dict(seen.nodes_by_type) if seen else {},
+            nodes_unread=dict(seen.unread) if seen else {},
+            outside=dict(Counter(block.memory for block in seen.blocks if block.kind == "unknown")) if seen else {},
+            graph_host_bytes=seen.kept_host_bytes if seen else None,
+            slots={str(kind): len(slots) for kind, slots in counted.items()},
+            nbytes={str(kind): sum({slot.address: slot.nbytes for slot in slots}.values()) for kind, slots in counted.items()},
+            named=named,
+            anonymous=anonymous,
+            left_out=left_out,
+            possibly_derived=len(self._stand()),
+            repaired={path: dict(counts) for path, counts in repaired[:limit]},
+            repaired_left_out=max(len(repaired) - limit, 0),
+            lost=sealing.bounded([fault.path for fault in verdict.of(What.LOST)] if verdict else [], limit),
+            faults=tuple(verdict.lines()) if verdict else (),
+            unproven=sealing.bounded(self.unproven, limit),
+            truncated=sealing.bounded(self._truncated, limit),
+            seals=self._seals,
+            checks=self._checks,
+            seconds={**self.sealed.seconds, **self._times},
         )
-    seen = census.take()
-    if unread := {reason: count for reason, count in seen.unread.items() if count}:
-        logger.warning("%d graph node(s) could not be read: %s", sum(unread.values()), unread)
-    return seen

@@ -33,6 +33,19 @@ _GIVEN: dict[Any, int] = {
 }
 
 
+@dataclass(frozen=True)
+class Alias:
+    """A buffer outside the checkpoint that is a view of a parameter.
+
+    Args:
+        parameter: the parameter's path.
+        layout: first element, shape and stride, in the parameter's memory.
+    """
+
+    parameter: str
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
 @dataclass
 class Blueprint:
     """What a fresh model has.
@@ -41,11 +54,13 @@ class Blueprint:
         loaders: parameter path to what its module's own loader needs to find on it: the method's name, and plain attributes.
         unset: module path to names that it registers and leaves None.
         fills: parameter or buffer path to the number that construction left in every element of it.
+        aliases: path of a buffer outside the checkpoint to the parameter that it is a view of.
     """
 
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     unset: dict[str, list[str]] = field(default_factory=dict)
     fills: dict[str, float] = field(default_factory=dict)
+    aliases: dict[str, Alias] = field(default_factory=dict)
 
     def restore_loaders(self, model: torch.nn.Module) -> int:
         """Give parameters that post-processing has made anew their loader back; how many.
@@ -65,6 +80,21 @@ class Blueprint:
                 count += 1
         return count
 
+    def apart(self, model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, Alias]]:
+        """Aliases whose parameter lies elsewhere in the live model: parameter path to the buffer, and how it was a view."""
+        live = plain_modules(model)
+
+        def find(path: str) -> Any:
+            layer, _, name = path.rpartition(".")
+            return getattr(live.get(layer), name, None)
+
+        pairs = ((find(buffer), find(alias.parameter), alias) for buffer, alias in self.aliases.items())
+        return {
+            alias.parameter: (buffer, alias)
+            for buffer, parameter, alias in pairs
+            if buffer is not None and parameter is not None and _storage(buffer) != _storage(parameter)
+        }
+
 
 def draw(vllm_config: Any) -> tuple[torch.nn.Module, Blueprint]:
     """A meta twin, and what it has when it is fresh."""
@@ -76,11 +106,15 @@ def draw(vllm_config: Any) -> tuple[torch.nn.Module, Blueprint]:
 def read(twin: torch.nn.Module, constants: Constants) -> Blueprint:
     """The blueprint of a model that was built while `constants` watched, and that nothing was loaded into."""
     found = Blueprint()
+    owners = {_storage(p): path for path, p in twin.named_parameters() if not isinstance(p, torch.nn.UninitializedParameter)}
     for path, layer in twin.named_modules():
         tables = (layer._parameters, layer._buffers)
         if unset := [name for table in tables for name, value in table.items() if value is None]:
             found.unset[path] = unset
         for name, tensor in ((name, value) for table in tables for name, value in table.items() if value is not None):
+            if name in layer._non_persistent_buffers_set and (owner := owners.get(_storage(tensor))) is not None:
+                layout = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+                found.aliases[f"{path}.{name}"] = Alias(owner, layout)
             if (number := constants.of(tensor)) is not None:
                 found.fills[f"{path}.{name}"] = number
             loader: Any = getattr(tensor, "weight_loader", None)
@@ -88,6 +122,10 @@ def read(twin: torch.nn.Module, constants: Constants) -> Blueprint:
                 plain = {key: value for key, value in vars(tensor).items() if isinstance(value, (bool, int, str))}
                 found.loaders[f"{path}.{name}"] = {**plain, "weight_loader": str(loader.__name__)}
     return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 class Constants(TorchDispatchMode):

@@ -20,6 +20,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from weightsync.errors import UnsupportedEngine
+from weightsync.storage import census
 from weightsync.worker.lazies import Lazies, Snapshot
 from weightsync.worker.vllm_compat.versions import require_sources
 
@@ -33,7 +34,7 @@ _FRESH: WeakKeyDictionary[torch.nn.Module, Snapshot] = WeakKeyDictionary()
 
 
 def watch_loading() -> None:
-    """Take a snapshot of every model that a worker of this process loads from now on."""
+    """Take a snapshot of every model that a worker of this process loads from now on, and of the memory it takes."""
     stock = Worker.load_model
     if hasattr(stock, "__weightsync__"):  # this module was loaded twice
         return
@@ -42,6 +43,7 @@ def watch_loading() -> None:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         returned = stock(self, *args, **kwargs)
         note_loaded(self.get_model())
+        census.note_loaded()
         return returned
 
     load_model.__weightsync__ = True  # type: ignore[attr-defined]

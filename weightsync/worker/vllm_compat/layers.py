@@ -6,6 +6,7 @@ Not covered: objects behind a layer that are neither vLLM's nor a function's clo
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ def holds_foreign(layer: torch.nn.Module) -> bool:
             return True
         elif depth < _DEPTH and type(value).__module__.startswith("vllm.model_executor"):
             todo += [(item, depth + 1) for item in vars(value).values()] if hasattr(value, "__dict__") else []
-        elif closure := getattr(value, "__closure__", None):
-            todo += [(cell.cell_contents, depth + 1) for cell in closure if _filled(cell)]
+        elif type(value) is FunctionType:  # never asked of other objects: a wrapper may answer to any name, or raise
+            todo += [(cell.cell_contents, depth + 1) for cell in value.__closure__ or () if _filled(cell)]
     return False
 
 

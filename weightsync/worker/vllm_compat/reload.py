@@ -8,6 +8,7 @@ fills in (see `lazies`); model hooks that return at once when they ran before.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +18,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from weightsync.storage.adopt import rebind_temporaries
 from weightsync.storage.pins import same_bytes
-from weightsync.worker.vllm_compat.blueprint import Blueprint
+from weightsync.worker.vllm_compat.blueprint import Alias, Blueprint
 from weightsync.worker.vllm_compat.counting import Counter
 from weightsync.worker.vllm_compat.layers import experts_of, holds_foreign, own_parameters, plain_path
 from weightsync.worker.vllm_compat.twin import cold_load_context
@@ -47,6 +48,9 @@ class Reload:
       stock code leaves memory as it comes, in padding and in what nothing is loaded into.
     - Buffers outside the checkpoint that processing computes are brought back like
       others; stock code skips them. Those that it leaves alone keep their value.
+    - Tensors that processing hangs on a parameter are taken over to the one that is put back.
+    - A buffer that was a view of a parameter, until processing moved the parameter away, is given
+      what was loaded, as the view got it in a cold load.
     - Names that a fresh layer registers as None are so again while it is processed.
     - Loaders may read what they load, and each element counts once (`Counter`).
     - The model's own hook behind all layers' processing runs, as in a cold load.
@@ -66,6 +70,8 @@ class Reload:
         self._paths = {layer: plain_path(path) for path, layer in model.named_modules()}
         self._experts: dict[int, Any] = {}
         self._made: dict[str, torch.Tensor] = {}  # of the layer that is processed right now
+        self._apart: dict[str, tuple[torch.Tensor, Alias]] = {}  # parameter path to a buffer that was its view, and is not
+        self._loaded: list[tuple[torch.Tensor, torch.Tensor]] = []  # such a buffer, and the view again, on what is loaded now
         self._context = contextlib.ExitStack()
         counted = ("layers_repacked", "temporaries_rebound", "layers_pinned", "tied_layers_refreshed", "layers_put_back")
         self.counts = dict.fromkeys((*counted, "buffers_recomputed", "model_hooks"), 0)
@@ -75,6 +81,9 @@ class Reload:
         self._context.enter_context(cold_load_context(self._config))
         self._context.enter_context(device)
         self._experts = {id(layer): experts_of(layer) for layer in self._model.modules()}
+        self._apart = self._fresh.apart(self._model)
+        layerwise.logger.addFilter(_expected)
+        self._context.callback(layerwise.logger.removeFilter, _expected)
         counter = Counter()
         self._replace("get_numel_loaded", lambda _: counter.count)
         self._replace("materialize_layer", self._materialise)
@@ -113,6 +122,9 @@ class Reload:
         before = {path: layerwise.get_layerwise_info(layer) for path, layer in named.items()}
         unloaded = {path for path, info in before.items() if info.can_load() and info.load_numel == 0}
         layerwise.finalize_layerwise_reload(self._model, self._config.model_config)
+        for buffer, view in self._loaded:
+            buffer.data.copy_(view)
+        self.counts["buffers_recomputed"] += len(self._loaded)
         loaded = {id(p) for path, layer in named.items() if path not in unloaded for p in own_parameters(layer)}
         for path in sorted(unloaded):
             method = getattr(named[path], "quant_method", None)
@@ -146,6 +158,11 @@ class Reload:
             loaded = {name for name, _ in info.loaded_weights}
             parameters, buffers = info.kernel_tensors or ({}, {})
             for name, made in self._made.items():
+                if (apart := self._apart.get(f"{self._paths[layer]}.{name}".lstrip("."))) is not None:
+                    buffer, alias = apart
+                    self._loaded.append(
+                        (buffer, torch.empty(0, dtype=made.dtype, device=made.device).set_(made.untyped_storage(), *alias.layout))
+                    )
                 kernel = {**parameters, **buffers}.get(name)
                 keeps = name not in loaded and kernel is not None and _layout(kernel) == _layout(made)
                 number = self._fresh.fills.get(f"{self._paths[layer]}.{name}".lstrip("."))
@@ -177,6 +194,9 @@ class Reload:
             for name, value in computed.items():
                 buffers[name].data.copy_(value)
             registered = {name: getattr(layer, name) for name in temporaries}
+            for name, temporary in temporaries.items():
+                # What hangs on a parameter is of the old weights on the one that was put back.
+                vars(registered[name]).update({key: value for key, value in vars(temporary).items() if isinstance(value, torch.Tensor)})
             self.counts["buffers_recomputed"] += len(computed)
             self.counts["temporaries_rebound"] += len(rebind_temporaries(temporaries, registered).rebound)
             _PINNED[layer] = pinned
@@ -221,6 +241,11 @@ def reload_waiting(model: torch.nn.Module) -> dict[str, int]:
         if info.can_load() and "base_layer" not in layer._modules:
             waiting[plain_path(path)] = int(info.load_numel)
     return waiting
+
+
+def _expected(record: logging.LogRecord) -> bool:
+    """Leave out vLLM's warning of layers that nothing was loaded into: the load map knows which of them ought to get something."""
+    return record.msg != "%s: Failed to load weights"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
