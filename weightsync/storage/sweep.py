@@ -46,7 +46,7 @@ class Sweep:
     everything: Walk
     globals: tuple[str, ...]
     anonymous: tuple[torch.Tensor, ...]
-    held_by: tuple[tuple[str, ...], ...]
+    held_by: tuple[tuple[str, ...], ...] = ()
 
 
 def sweep(exclude: Mapping[str, object], trace: Callable[[torch.Tensor], bool] = lambda _: False) -> Sweep:
