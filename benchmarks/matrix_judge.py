@@ -11,7 +11,7 @@
 
 The spread is measured, and nothing is added to it: two cold engines of each set of
 weights, and the starts of the warm engines, which are cold on `a`; each answers twice.
-An engine whose two answers differ does not repeat itself (its kernels add in any
+An engine whose answers differ does not repeat itself (its kernels add in any
 order): such a row is judged by bytes, and by the spread where it says *to the bit*.
 A path whose bytes differ among cold engines holds no weights (scratch that
 nobody initialised, a pointer): it is left out and listed as *unstable*.
@@ -108,7 +108,7 @@ class Oracle:
         spread: largest difference in log-probability between two answers of any of these with the same weights.
         loss_spread: the same of the mean loss.
         tokens_agree: whether all answers with the same weights have the same tokens.
-        repeatable: whether every engine gives the same answer twice.
+        repeatable: whether every engine always gives the same answer.
         unstable: paths that these engines don't agree on, and how.
     """
 
@@ -130,14 +130,14 @@ class Oracle:
                 if mode.startswith("cold-"):
                     oracle.cold[step["weights"]].append(step)
         for same in oracle.starts.values():
-            answers = [step[key] for step in same for key in ("outputs", "again")]
+            answers = [answer for step in same for answer in _answers(step)]
             for one, other in combinations(answers, 2):
                 equal, gap = outputs_gap(one, other)
                 oracle.spread = max(oracle.spread, gap)
                 oracle.tokens_agree &= equal == len(one["tokens"])
             losses = [loss for step in same for loss in step["losses"]]
             oracle.loss_spread = max([oracle.loss_spread, *(_apart(x, y) for x, y in combinations(losses, 2))])
-            oracle.repeatable &= all(step["outputs"] == step["again"] for step in same)
+            oracle.repeatable &= all(step["outputs"] == again for step in same for again in step["again"])
             for left, right in combinations(same, 2):
                 oracle.unstable |= differing(left, right)
         return oracle
@@ -146,10 +146,15 @@ class Oracle:
         """The cold engine of the same weights that is most like a step: equal sequences, and how far outputs and loss are apart."""
         found = []
         for cold in self.cold[step["weights"]]:
-            gaps = [outputs_gap(step[mine], cold[its]) for mine in ("outputs", "again") for its in ("outputs", "again")]
+            gaps = [outputs_gap(mine, its) for mine in _answers(step) for its in _answers(cold)]
             losses = [_apart(x, y) for x in step["losses"] for y in cold["losses"]]
             found.append((min(equal for equal, _ in gaps), max(gap for _, gap in gaps), max(losses)))
         return min(found, key=lambda each: (-each[0], each[1], each[2]))
+
+
+def _answers(step: Mapping[str, Any]) -> list[Outputs]:
+    """All that an engine has said at a step."""
+    return [step["outputs"], *step["again"]]
 
 
 def _apart(one: float, other: float) -> float:
@@ -169,7 +174,7 @@ def judge_step(step: dict[str, Any], start: dict[str, Any], oracle: Oracle) -> d
         "weights": step["weights"],
         "tokens_equal": equal,
         "largest_logprob_difference": _finite(gap),
-        "bit_equal_to_cold": any(step["outputs"] == step["again"] == cold["outputs"] for cold in colds),
+        "bit_equal_to_cold": any(all(answer == cold["outputs"] for answer in _answers(step)) for cold in colds),
         "perplexity": _perplexity(step["losses"][0]),
         "loss_difference": _finite(loss_gap),
         "tensors": total,

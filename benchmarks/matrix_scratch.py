@@ -22,7 +22,8 @@ from weightsync.storage.owners import walk
 from weightsync.storage.pins import Pins
 
 _SMALL_BLOCK = 1 << 20  # torch serves requests up to this size from segments of their own
-_KEPT = ("kv_cache", "handler_tensor")  # a step leaves the one to the next; the other is an address
+#: A step leaves the first to the next; the second is an address; the third counts up from zero, and nobody writes it again.
+_KEPT = ("kv_cache", "handler_tensor", "token_expert_indices")
 
 
 def press(device: str, model: torch.nn.Module) -> int:

@@ -8,8 +8,8 @@ to the job's `out`, anew after each step, so that a crash loses nothing. Modes:
     weightsync   the same through our worker extension, a sender in a thread of this process, and gloo;
                  then with scratch overwritten, and last with all else that nobody owns set to zero
 
-After each step: greedy tokens and log-probabilities, twice, to see whether this
-engine repeats itself; the mean loss on fixed streams; a digest of every tensor that
+After each step: greedy tokens and log-probabilities, twice, and eight times more if
+this engine does not repeat itself; the mean loss on fixed streams; a digest of every tensor that
 the model has registered (`registered`) or otherwise reaches (`owned`), and the
 addresses of the registered ones. *Under pressure* means that blocks which the
 reload freed are filled with ones (NaN in every float format, -1 in every integer)
@@ -44,6 +44,9 @@ WARM_STEPS = (("start", "a"), ("same", "a"), ("new", "b"), ("pressed", "b"), ("b
 REFILLED = ("refilled", "a")
 #: Items of a list or a mapping, and letters of a text, that are kept of a contract's report.
 _ITEMS, _LETTERS = 24, 300
+_TWICE, _MORE = 2, 8
+#: Under this name every process finds the weights that it starts on, where it is started.
+MODEL = "model"
 _NAMED = 4  # slots with an owner are told of by their counts
 
 
@@ -61,6 +64,11 @@ class Job:
     out: str
     streams: list[list[int]]
     env: dict[str, str] = field(default_factory=dict)
+
+
+def weights_at_start(mode: str) -> str:
+    """Which weights an engine starts on."""
+    return mode.split("-")[1] if mode.startswith("cold-") else "a"
 
 
 class Run:
@@ -81,9 +89,8 @@ class Run:
         """All steps, until one fails; what failed is in the record."""
         step = "start"
         try:
-            letter = self.job.mode.split("-")[1] if self.job.mode.startswith("cold-") else "a"
-            self._start(letter)
-            self._note(step, letter, {})
+            self._start()
+            self._note(step, weights_at_start(self.job.mode), {})
             for step, letter in () if self.job.mode.startswith("cold-") else WARM_STEPS[1:]:
                 self._note(step, letter, self._update(step, letter))
             if self._trainer is not None:
@@ -100,7 +107,7 @@ class Run:
             traceback.print_exc()
         self._write()
 
-    def _start(self, letter: str) -> None:
+    def _start(self) -> None:
         import vllm
 
         self.record["versions"] = {"torch": torch.__version__, "vllm": vllm.__version__, "python": sys.version.split()[0]}
@@ -111,7 +118,7 @@ class Run:
         self._write()
         ours = OURS if self.job.mode == "weightsync" else {}
         began = time.perf_counter()
-        self._llm = vllm.LLM(model=self.job.folders[letter], **self.job.engine_args, **ours)
+        self._llm = vllm.LLM(model=MODEL, **self.job.engine_args, **ours)
         self.record["load_seconds"] = round(time.perf_counter() - began, 2)
         self._model = self._llm.collective_rpc(lambda worker: worker.get_model())[0]
         self.record["kernels"] = kernels(self._model)
@@ -145,8 +152,12 @@ class Run:
     def _note(self, step: str, letter: str, details: dict[str, Any]) -> None:
         entry = {"step": step, "weights": letter, **details}
         self.record["steps"].append(entry)
-        entry["outputs"], entry["again"] = (generate(self._llm, self.job.prompts, self.job.max_tokens) for _ in range(2))
-        entry["losses"] = [mean_loss(self._llm, self.job.streams) for _ in range(2)]
+        answers = [generate(self._llm, self.job.prompts, self.job.max_tokens) for _ in range(_TWICE)]
+        losses = [mean_loss(self._llm, self.job.streams) for _ in range(_TWICE)]
+        if answers[0] != answers[1] or losses[0] != losses[1]:  # then two answers say little of how far apart they may be
+            answers += [generate(self._llm, self.job.prompts, self.job.max_tokens) for _ in range(_MORE)]
+            losses += [mean_loss(self._llm, self.job.streams) for _ in range(_MORE)]
+        entry |= {"outputs": answers[0], "again": answers[1:], "losses": losses}
         entry |= contents(self._model)
         entry["complete"] = True
         self._write()

@@ -42,7 +42,7 @@ from typing import Any
 from benchmarks import matrix_judge
 from benchmarks.matrix_judge import Outcome
 from benchmarks.matrix_rows import ROWS, Row
-from benchmarks.matrix_worker import Job, dump
+from benchmarks.matrix_worker import MODEL, Job, dump, weights_at_start
 from weightsync.check.environment import ENGINE_ENV
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,6 +120,11 @@ class Matrix:
         log, out, job = (base.with_suffix(suffix) for suffix in (".log", ".json", ".job"))
         arguments = row.arguments(self.options.device)
         dump(Job(row.name, mode, self.options.device, folders, arguments, PROMPTS, MAX_TOKENS, str(out), STREAMS, dict(row.env)), job)
+        # vLLM has the name of the model in the key of its compile cache: all engines of a row start on the same one.
+        place = self.work / row.name / "in" / mode
+        place.mkdir(parents=True, exist_ok=True)
+        (place / MODEL).unlink(missing_ok=True)
+        (place / MODEL).symlink_to(folders[weights_at_start(mode)])
         cache = self.work / row.name / "cache"
         caches = {"VLLM_CACHE_ROOT": str(cache), "TRITON_CACHE_DIR": str(self.work / "triton")}
         env = {**os.environ, **ENGINE_ENV[self.options.device], **row.env, **caches}
@@ -132,7 +137,7 @@ class Matrix:
                 stdout=errors,
                 stderr=errors,
                 env=env,
-                cwd=ROOT,
+                cwd=place,
                 start_new_session=True,
             )
             timed_out = False

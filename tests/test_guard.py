@@ -129,11 +129,23 @@ def test_only_what_a_graph_reads_counts_and_a_new_census_is_taken_at_each_seal(g
     model, runner = small(), SimpleNamespace(inputs=torch.zeros(8), other=torch.zeros(8))
     graphs += [block(model.layer.weight), block(runner.inputs)]
     held = guard.Guard(model, runner, CUDA, graphs=True)
-    assert set(held.contract.places) == {"model.layer.weight", "runner.inputs"}
+    assert {slot.name: slot.watched for slot in held.contract.slots} == {"model.layer.weight": True, "runner.inputs": False}
     assert held.sealed.counts["graphs"] == 2
     graphs[:] = [block(model.layer.kernel.scale)]
     held.seal()
     assert set(held.contract.places) == {"model.layer.kernel.scale"}
+
+
+def test_what_only_the_engines_runs_hold_may_be_laid_anew_and_what_the_model_reaches_too_may_not(guard: Any, graphs: list[Block]) -> None:
+    model, runner = small(), SimpleNamespace(indices=torch.zeros(8), caches=[torch.zeros(16)])
+    model.layer.kv_cache = runner.caches[0].view(4, 4)
+    graphs += [block(model.layer.weight), block(runner.indices), block(runner.caches[0])]
+    held = guard.Guard(model, runner, CUDA, graphs=True)
+    runner.indices = runner.indices[:4]
+    assert held.verify(Adoption()).ok
+    model.layer.kv_cache = torch.zeros(4, 4)
+    (fault,) = held.verify(Adoption()).faults
+    assert (fault.what, fault.path) == (What.MOVED, "model.layer.kv_cache")
 
 
 def test_memory_that_a_graph_still_reads_is_held_over_a_new_seal(guard: Any, graphs: list[Block]) -> None:

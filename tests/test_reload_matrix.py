@@ -39,7 +39,7 @@ def step(name: str, letter: str, **changes: Any) -> dict[str, Any]:
         "complete": True,
     }
     seen |= changes
-    return copy.deepcopy({"again": seen["outputs"], **seen})
+    return copy.deepcopy({"again": [seen["outputs"]], **seen})
 
 
 def outcomes(**records: Any) -> dict[str, Outcome]:
@@ -87,7 +87,7 @@ def test_engines_without_a_fault_are_right() -> None:
         ({"refilled": {"outputs": step("", "b")["outputs"]}}, "refilled: other outputs than at start"),
         ({"new": {"losses": [6.0, 6.001]}}, "new: the mean loss differs by 0.001, cold engines by 0 at most"),
         ({"new": {"losses": [float("nan")] * 2}}, "new: log-probabilities are not numbers"),
-        ({"new": {"again": step("", "a")["outputs"]}}, "new: 0 of 2 sequences equal a cold engine's"),
+        ({"new": {"again": [step("", "a")["outputs"]]}}, "new: 0 of 2 sequences equal a cold engine's"),
     ],
 )
 def test_each_kind_of_difference_from_a_cold_engine_is_wrong_and_named(changes: dict[str, Any], said: str) -> None:
@@ -117,7 +117,7 @@ def test_an_engine_that_does_not_repeat_itself_is_judged_by_bytes_and_by_the_spr
     def near(by: float) -> dict[str, Any]:
         return {"tokens": TOKENS["a"], "logprobs": [[-1.0, -2.0, -0.5], [-0.25, -3.0, -1.5 + by]]}
 
-    cold = Outcome({"steps": [step("start", "a", again=near(0.06))], "error": None, "versions": {}}, 0)
+    cold = Outcome({"steps": [step("start", "a", again=[near(0.06)])], "error": None, "versions": {}}, 0)
     row = judged(cold_a=cold, weightsync=warm({"back": {"outputs": near(0.03)}}))
     assert row["verdict"] == "right" and row["evidence"]["cold_spread"] == pytest.approx(0.06) and not row["evidence"]["repeatable"]
     assert not row["weightsync"]["returns_to_the_bit"]

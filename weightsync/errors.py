@@ -20,6 +20,7 @@
     ├── DeadlineExceeded       the call's own deadline passed
     ├── EngineDied             an engine's process is gone
     ├── UnsupportedEngine      this vLLM, model or kernel has not been proved
+    │   └── UnknownVllm        this vLLM, or a function of it, is not one that was proved
     ├── GenerationFailed       a rollout request failed
     └── InternalError          a fault of weightsync itself; please report it
 
@@ -226,6 +227,12 @@ class UnsupportedEngine(WeightSyncError):
     """This vLLM version, model or kernel has not been proved to follow an update."""
 
     code, http_status = "unsupported_engine", 501
+
+
+class UnknownVllm(UnsupportedEngine):
+    """This vLLM, or a function of it that an update leans on, is not one that was proved."""
+
+    code = "unknown_vllm"
 
 
 class GenerationFailed(WeightSyncError):

@@ -50,11 +50,10 @@ class Applier:
         rank: rank within the engine.
 
     Raises:
-        UnsupportedEngine: this vLLM version or a layer of this model has not been proved.
+        UnsupportedEngine: a layer of this model has not been proved.
     """
 
     def __init__(self, model: torch.nn.Module, runner: Any, vllm_config: Any, device: torch.device, rank: int) -> None:
-        vllm_compat.require_supported()
         if unproved := vllm_compat.unproved_layers(model):
             raise UnsupportedEngine(
                 f"{len(unproved)} layer(s) would keep stale values after an update: {', '.join(unproved[:3])}",
@@ -62,9 +61,12 @@ class Applier:
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
         self._seal = _registered(model)
-        self._guard = guard.Guard(model, runner, device, graphs=not vllm_config.model_config.enforce_eager)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
+        graphs, unproven = not vllm_config.model_config.enforce_eager, self._lazies.unrefreshable
+        self._guard = guard.Guard(
+            model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
+        )
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from weightsync.codec import decode, encode
-from weightsync.errors import InternalError, WeightSyncError
+from weightsync.errors import InternalError, UnknownVllm, WeightSyncError
 from weightsync.protocol import BeginOrder, ContractAnswer, WorkerReport
 from weightsync.storage import census
+from weightsync.worker import vllm_compat
 from weightsync.worker.applier import Applier
+from weightsync.worker.observer import Observer
 
 # vLLM imports this module in every worker before the model is loaded: no graph is captured unseen.
 census.install()
@@ -64,11 +66,18 @@ class WeightSyncExtension:
         plain: dict[str, Any] = encode(answer)
         return plain
 
-    def _weightsync(self) -> Applier:
+    def _weightsync(self) -> Applier | Observer:
         applier = getattr(self, "_weightsync_applier", None)
         if applier is None:
             worker: Any = self
-            applier = Applier(worker.get_model(), worker.model_runner, worker.vllm_config, torch.device(worker.device), int(worker.rank))
+            holder = worker.get_model(), worker.model_runner, worker.vllm_config, torch.device(worker.device), int(worker.rank)
+            try:
+                vllm_compat.require_supported()
+                applier = Applier(*holder)
+            except UnknownVllm as why:
+                if vllm_compat.told(worker.vllm_config).get("unknown_vllm") != "observe":
+                    raise
+                applier = Observer(*holder, why)
             self._weightsync_applier = applier
         return applier
 
@@ -83,6 +92,6 @@ class WeightSyncExtension:
         return answer
 
     def _weightsync_failed(self, error: WeightSyncError) -> WorkerReport:
-        applier: Applier | None = getattr(self, "_weightsync_applier", None)
+        applier: Applier | Observer | None = getattr(self, "_weightsync_applier", None)
         wrote = applier is not None and applier.report().wrote
         return WorkerReport(int(getattr(self, "rank", 0)), error.update_id or "", "failed", error=error.to_dict(), wrote=wrote)

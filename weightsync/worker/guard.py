@@ -112,7 +112,7 @@ class Guard:
             reads = sealing.reads(seen)
         owned = time.monotonic()
         # Without graphs no kernel keeps a number.
-        contract = Contract.seal(slots_of(pins, reads, kinds), found.scalars if seen is not None else {})
+        contract = Contract.seal(sealing.watch(slots_of(pins, reads, kinds)), found.scalars if seen is not None else {})
         lookup = Lookup(found, contract.places, contract.scalars)
         self.contract, self._lookup, self._adopter.pins = contract, lookup, pins
         self._roots, self._globals, self._seen, self._truncated = roots, globals_, seen, tuple(found.truncated)

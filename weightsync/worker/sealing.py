@@ -98,6 +98,12 @@ def _engines_own(pins: Pins) -> dict[str, Kind]:
     return {path: Kind.ENGINE for path, held in pins.by_path.items() if held.address in of_runner - weights}
 
 
+def watch(slots: Sequence[Slot]) -> list[Slot]:
+    """The slots, with those left unwatched that the engine's runs have and the model does not reach."""
+    engines = (slot.kind is Kind.ENGINE and not any(path.startswith(f"{MODEL}.") for path in slot.paths) for slot in slots)
+    return [replace(slot, watched=not own) for slot, own in zip(slots, engines, strict=True)]
+
+
 def take_census(device: torch.device, graphs: bool) -> census.Census | None:
     """The census; None for an engine without graphs.
 

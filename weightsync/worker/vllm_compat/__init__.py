@@ -26,7 +26,7 @@ from weightsync.worker.vllm_compat.graphs import recapture
 from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, unproved_layers
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
-from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, vllm_version
+from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, told, vllm_version
 
 __all__ = [
     "BACKEND",
@@ -46,6 +46,7 @@ __all__ = [
     "reload_waiting",
     "require_supported",
     "run_once",
+    "told",
     "unproved_layers",
     "vllm_version",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -37,6 +38,7 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
     config.compilation_config.static_all_moe_layers = []
     with cold_load_context(config), torch.device("meta"):
         twin = initialize_model(vllm_config=config)
+    _to_meta(twin)
     # Online quantisation wraps loaders to process each layer when it is complete; on meta there is nothing to process.
     for layer in twin.modules():
         for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
@@ -44,3 +46,13 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
         layerwise.get_layerwise_info(layer).reset()
     return twin
+
+
+def _to_meta(twin: torch.nn.Module) -> None:
+    """Move what a layer has put on a device of its own choice; tensors that layers share stay shared."""
+    moved: dict[int, Any] = {}
+    for layer in twin.modules():
+        for table in (layer._parameters, layer._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not tensor.is_meta:
+                    table[name] = moved.setdefault(id(tensor), to_meta_tensor(tensor))

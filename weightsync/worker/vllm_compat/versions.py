@@ -9,11 +9,12 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import vllm
 from vllm.model_executor.model_loader.reload import layerwise, meta
 
-from weightsync.errors import UnsupportedEngine
+from weightsync.errors import UnknownVllm
 
 #: Versions on which the reload functions used here were read and run.
 PROVED_VERSIONS = ("0.32.0", "0.33.0")
@@ -34,6 +35,12 @@ PROVED_SOURCES = {
 }
 
 
+def told(vllm_config: Any) -> dict[str, Any]:
+    """What the service told this engine's workers: `strict` and `unknown_vllm`; empty where both are at their defaults."""
+    found: dict[str, Any] = (vllm_config.additional_config or {}).get("weightsync", {})
+    return found
+
+
 def vllm_version() -> str:
     """The installed version without its local part, for example `0.32.0`."""
     return str(vllm.__version__).split("+")[0]
@@ -43,10 +50,10 @@ def require_supported() -> None:
     """Refuse a vLLM whose reload code was not read.
 
     Raises:
-        UnsupportedEngine: names the version found and those proved.
+        UnknownVllm: names the version found and those proved.
     """
     if vllm_version() not in PROVED_VERSIONS:
-        raise UnsupportedEngine(
+        raise UnknownVllm(
             f"vLLM {vllm_version()} has not been proved; proved are {', '.join(PROVED_VERSIONS)}",
             hint="Install one of those",
         )
@@ -62,7 +69,7 @@ def require_sources(owner: ModuleType | type, functions: Mapping[str, set[str]])
         functions: name to the hashes of sources that were proved.
 
     Raises:
-        UnsupportedEngine: names the function.
+        UnknownVllm: names the function.
     """
     for name, proved in functions.items():
         try:
@@ -70,7 +77,7 @@ def require_sources(owner: ModuleType | type, functions: Mapping[str, set[str]])
         except (OSError, AttributeError):  # replaced at run time by something that has none, or gone
             source = ""
         if hashlib.sha256(source.encode()).hexdigest()[:16] not in proved:
-            raise UnsupportedEngine(
+            raise UnknownVllm(
                 f"vLLM {vllm_version()}: {name} in {owner.__name__} is not the one that was proved",
                 hint="Install an unchanged vLLM of a proved version",
             )
