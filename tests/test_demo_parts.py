@@ -206,6 +206,12 @@ def test_int8_takes_each_row_to_the_full_range_as_other_checkpoints_do(tmp_path:
     assert torch.equal(quantised, known[name]) and torch.equal(scale, known[f"{name}_scale"])
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_no_number_does_not_look_like_a_sound_one_in_int8(broken: float) -> None:
+    back = from_int8_channel(*int8_channel(torch.tensor([[1.0, broken, 2.0], [1.0, 2.0, 3.0]])))
+    assert not back[0].isfinite().any() and back[1].isfinite().all()
+
+
 def test_tokenizer_speaks_the_task(start_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(start_folder)
     prompt = task.make_prompts(1, random.Random(0))[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -337,6 +339,16 @@ def test_a_receiver_whose_trainer_leaves_ends_at_once(pair: Pair) -> None:
     trainer.close()
     assert isinstance(ended(receiver), TransportFailed)
     assert time.monotonic() - began < 2.0
+
+
+def test_a_failed_receivers_error_does_not_hold_the_staged_bytes(pair: Pair) -> None:
+    receiver, trainer = waiting_receiver(pair, 30.0)
+    staged = weakref.ref(receiver.staging)
+    trainer.close()
+    assert isinstance(ended(receiver), TransportFailed)
+    receiver.discard()
+    gc.collect()
+    assert staged() is None
 
 
 def test_a_receiver_reports_why_it_could_not_connect() -> None:

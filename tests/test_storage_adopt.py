@@ -326,6 +326,8 @@ def test_inference_tensors(mode: Any, old_inference: bool, new_inference: bool) 
             model.w = inference(value(version)) if new_inference else value(version)
             assert sealed.adopt().ok
             assert sealed.reads("w", version)
+            # A model's next step takes views of it.
+            assert torch.equal(model.w[1:].reshape(-1), value(version)[1:])
     assert sealed.verdict().ok
 
 

@@ -26,11 +26,12 @@ def int8_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         INT8 [N, K] in -127 … 127, to the nearest even, and float32 [N, 1]: the largest
-        magnitude of the row divided by 127. A row of zeros gets scale 1.
+        magnitude of the row divided by 127. A row of zeros gets scale 1. A row with a NaN or an
+        infinity gets that for its scale: it must not look like a sound one.
     """
     full = weight.detach().float()
     scale = full.abs().amax(dim=1, keepdim=True) / _INT8_MAX
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (full / scale).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale
 
 

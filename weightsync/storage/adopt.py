@@ -284,7 +284,9 @@ def _hopeless(held: Pin, new: Any, at: Place) -> str:
 def _set(new: Any, target: Pin) -> str:
     """Point a tensor at pinned memory; why it could not be, or empty."""
     try:
-        torch.Tensor.data.__set__(new, target.view())  # a subclass may have a `data` of its own
+        # A subclass may have a `data` of its own. An inference tensor must stay one: torch lets nobody take views of
+        # one that was given ordinary memory.
+        torch.Tensor.data.__set__(new, target.view(inference=new.is_inference()))
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as exc:
         return f"its data can't be set: {exc}"
     return "" if place(new) == target.place else "its data did not stay set"

@@ -101,13 +101,13 @@ class Pin:
         """Whether the storage still has its memory."""
         return bool(self.storage.data_ptr() == self.address and self.storage.nbytes() == self.nbytes)
 
-    def view(self) -> torch.Tensor:
-        """A plain tensor over the pinned memory: never an inference tensor, so that anybody may write through it.
+    def view(self, inference: bool = False) -> torch.Tensor:
+        """A plain tensor over the pinned memory: no inference tensor unless asked for, so that anybody may write through it.
 
         Raises:
             RuntimeError: this dtype can't be viewed (quantised).
         """
-        with torch.inference_mode(False):
+        with torch.inference_mode(inference):
             bare = torch.empty(0, dtype=self.dtype, device=self.device)
             return bare.set_(self.storage, self.layout.offset, self.layout.shape, self.layout.stride)
 

@@ -94,7 +94,8 @@ class Receiver:
                 self._receive(communicator)
             self.staged = True
         except WeightSyncError as exc:
-            self.error = exc
+            # Without its traceback, whose frames would hold the staged bytes for as long as somebody keeps the error.
+            self.error = WeightSyncError.from_dict(exc.to_dict())
         except Exception as exc:  # a thread's exception would vanish; it must reach the trainer
             self.error = InternalError(f"receiving failed: {type(exc).__name__}: {exc}")
         finally:
