@@ -143,13 +143,16 @@ class Oracle:
         return oracle
 
     def nearest(self, step: Mapping[str, Any]) -> tuple[int, float, float]:
-        """The cold engine of the same weights that is most like a step: equal sequences, and how far outputs and loss are apart."""
-        found = []
-        for cold in self.cold[step["weights"]]:
-            gaps = [outputs_gap(mine, its) for mine in _answers(step) for its in _answers(cold)]
-            losses = [_apart(x, y) for x in step["losses"] for y in cold["losses"]]
-            found.append((min(equal for equal, _ in gaps), max(gap for _, gap in gaps), max(losses)))
-        return min(found, key=lambda each: (-each[0], each[1], each[2]))
+        """Equal sequences, and how far outputs and loss are apart: each answer at a step from the cold answer most like it.
+
+        An engine that repeats itself has one answer. For one that does not, this is
+        whether each of its answers lies where cold engines' answers lie.
+        """
+        colds = self.cold[step["weights"]]
+        answers, losses = [answer for cold in colds for answer in _answers(cold)], [loss for cold in colds for loss in cold["losses"]]
+        gaps = [min((outputs_gap(mine, its) for its in answers), key=lambda gap: (-gap[0], gap[1])) for mine in _answers(step)]
+        apart = [min(_apart(mine, its) for its in losses) for mine in step["losses"]]
+        return min(equal for equal, _ in gaps), max(gap for _, gap in gaps), max(apart)
 
 
 def _answers(step: Mapping[str, Any]) -> list[Outputs]:
