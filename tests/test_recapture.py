@@ -59,29 +59,30 @@ def second_runner(done: list[str]) -> Any:
 
 
 def test_the_first_runner_lets_go_of_all_graphs_before_it_captures_beside_its_requests(done: list[str]) -> None:
-    from weightsync.worker.vllm_compat import recapture
+    from weightsync.worker.vllm_compat import graph_holders, recapture
 
-    recapture(first_runner(done), None)
+    runner = first_runner(done)
+    recapture(runner, None, graph_holders(runner))
     assert done == ["wait", "pieces", "breakable", "give back", "requests aside", "capture", "requests back"]
 
 
 def test_the_second_runner_lets_go_of_the_drafts_graphs_too(done: list[str]) -> None:
-    from weightsync.worker.vllm_compat import recapture
+    from weightsync.worker.vllm_compat import graph_holders, recapture
 
     runner = second_runner(done)
-    recapture(runner, None)
+    recapture(runner, None, graph_holders(runner))
     assert done == ["wait", "pieces", "breakable", "give back", "capture {} {}"]
     assert not runner.cudagraph_manager._graphs_captured
 
 
 @pytest.mark.parametrize("lacking", ["capture_model", "preserve_serving_state"])
 def test_a_runner_without_what_is_needed_is_refused_and_keeps_its_graphs(done: list[str], lacking: str) -> None:
-    from weightsync.worker.vllm_compat import recapture
+    from weightsync.worker.vllm_compat import graph_holders
 
     runner = first_runner(done)
     delattr(runner, lacking)
     with pytest.raises(UnsupportedEngine, match=lacking):
-        recapture(runner, None)
+        graph_holders(runner)
     assert done == []
 
 
@@ -93,16 +94,25 @@ class TestAnUpdate:
         from weightsync.worker import applier, vllm_compat
 
         monkeypatch.setattr(vllm_compat, "run_once", lambda runner: done.append("run"))
-        monkeypatch.setattr(vllm_compat, "recapture", lambda runner, config: done.append("recapture"))
+        monkeypatch.setattr(vllm_compat, "recapture", lambda runner, config, release: done.append("recapture"))
+        monkeypatch.setattr(vllm_compat, "graph_holders", lambda runner: [])
         made = object.__new__(applier.Applier)
         lazies = SimpleNamespace(
             reset=lambda: done.append("reset"), settle=lambda: done.append("settle") or {"lazies_refreshed": 1}, changed=[]
         )
+        lazies.note_captured = lazies.changed.clear
         guard = SimpleNamespace(
             sealed=SimpleNamespace(counts={"graphs": 3}), scalars_changed=lambda: ["model.k_scale_float"], seal=lambda: done.append("seal")
         )
         vars(made).update(
-            _lazies=_Sized(1, lazies), _guard=guard, _runner=None, vllm_config=None, _recaptured=False, _checks={}, _seconds={}
+            _lazies=_Sized(1, lazies),
+            _guard=guard,
+            _runner=None,
+            vllm_config=None,
+            _recaptured=False,
+            _released=False,
+            _checks={},
+            _seconds={},
         )
         return made
 
@@ -119,6 +129,31 @@ class TestAnUpdate:
         worker._lazies.changed.append("model.impl.bmm1_scale")
         worker._recapture()
         assert done == ["recapture", "seal"]
+
+    def test_a_capture_that_failed_is_made_up_for_though_the_numbers_are_back(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="out of memory"):
+            failing.setattr("weightsync.worker.vllm_compat.recapture", fail)
+            worker._recapture()
+        worker._guard.scalars_changed = list
+        worker._recapture()
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_a_runner_that_keeps_its_graphs_needs_no_capture_once_the_numbers_are_back(
+        self, worker: Any, done: list[str], monkeypatch: Any
+    ) -> None:
+        def refuse(_: Any) -> None:
+            raise UnsupportedEngine("no capture_model")
+
+        monkeypatch.setattr("weightsync.worker.vllm_compat.graph_holders", refuse)
+        with pytest.raises(UnsupportedEngine):
+            worker._recapture()
+        worker._guard.scalars_changed = list
+        worker._recapture()
+        assert done == []
 
     def test_without_graphs_a_changed_number_is_nothing(self, worker: Any, done: list[str]) -> None:
         worker._guard.sealed.counts = {}

@@ -85,7 +85,7 @@ class Applier:
         self._communicator: Communicator | None = None
         self._state = "none"
         self._error: WeightSyncError | None = None
-        self._wrote = self._recaptured = False
+        self._wrote = self._recaptured = self._released = False
         self._seconds: dict[str, float] = {}
         self._checks: dict[str, int] = {}
 
@@ -230,28 +230,31 @@ class Applier:
         """Have the model fill in again what its first run had filled in. Costs a run only where there is something."""
         if not len(self._lazies):
             return {}
-        self._lazies.reset()
         try:
+            self._lazies.reset()
             vllm_compat.run_once(self._runner)
         finally:
             counts = self._lazies.settle()
         return counts
 
     def _recapture(self) -> None:
-        """Capture graphs anew where a number has changed that they hold."""
+        """Capture graphs anew where a number has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
             return
         changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed})
-        if changed:
+        if changed or self._released:
             logger.log(
                 logging.DEBUG if self._recaptured else logging.WARNING,
                 "capturing CUDA graphs anew: %d number(s) that they hold have changed (%s)",
                 *(len(changed), ", ".join(changed[:5])),
             )
             began = time.monotonic()
-            vllm_compat.recapture(self._runner, self.vllm_config)
+            release = vllm_compat.graph_holders(self._runner)
+            self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
+            vllm_compat.recapture(self._runner, self.vllm_config, release)
             self._guard.seal()
-            self._recaptured = True
+            self._lazies.note_captured()
+            self._recaptured, self._released = True, False
             self._checks["recaptured"] = len(changed)
             self._seconds["recapture"] = time.monotonic() - began
 
