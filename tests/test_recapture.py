@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from weightsync.errors import UnsupportedEngine
+from weightsync.storage.adopt import Adoption
 
 
 @pytest.fixture
@@ -168,6 +169,55 @@ class TestAnUpdate:
         with pytest.raises(RuntimeError, match="out of memory"):
             worker._refresh()
         assert done == ["reset", "settle"]
+
+    @pytest.mark.parametrize("step", ["run_once", "graph_holders", "recapture"])
+    def test_what_fails_behind_the_writing_is_the_verdict_and_the_engine_counts_as_written(
+        self, worker: Any, done: list[str], monkeypatch: Any, step: str
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(f"weightsync.worker.vllm_compat.{step}", fail)
+        worker._guard.repair = lambda: done.append("repair") or Adoption()
+        request = SimpleNamespace(request=SimpleNamespace(update_id="u"))
+        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, discard=lambda: done.append("discard"))
+        vars(worker).update(rank=0, _receiver=receiver, _state="applied", _error=None, _wrote=True)
+        report = worker.verify("u")
+        assert report.state == "failed" and report.wrote
+        assert report.error is not None and "out of memory" in report.error["message"]
+        assert done[0] == "discard" and "seal" not in done
+
+
+def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures() -> None:
+    """A worker that failed to load would not be there for the others' collectives, and they would wait for it in an RPC."""
+    pytest.importorskip("vllm")
+    from weightsync.worker.applier import Applier
+
+    reload = _Reload()
+    made = object.__new__(Applier)  # without cached values, a guard or a runner: whatever touches those raises
+    request = SimpleNamespace(update_id="u", manifest=SimpleNamespace(tensors=[SimpleNamespace(name="w")]))
+    receiver = SimpleNamespace(order=SimpleNamespace(request=request), tensors=1, nbytes=4, seconds={}, tensor=lambda _: None)
+    model = SimpleNamespace(load_weights=list)
+    fresh = SimpleNamespace(restore_loaders=lambda _: 0)
+    vars(made).update(rank=0, model=model, vllm_config=None, _receiver=receiver, _state="staged", _error=None, _fresh=fresh)
+    vars(made).update(_wrote=False, _heads={}, _checks={}, _seconds={}, _map=SimpleNamespace(filled=dict))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
+        report = made.apply("u")
+    assert report.state == "applied" and report.wrote and reload.finished
+
+
+class _Reload(contextlib.nullcontext[Any]):
+    """A reload of a model without layers."""
+
+    def __init__(self) -> None:
+        self.enter_result, self.counts, self.finished = self, dict[str, int](), False
+
+    def waiting(self) -> dict[str, int]:
+        return {}
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 class _Sized:
