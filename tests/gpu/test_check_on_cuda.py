@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def test_an_engine_with_graphs_follows_its_weights(row: str, tmp_path: Path) -> 
 
 
 def test_a_stale_slot_is_named_with_the_kernels_that_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    root = str(Path(__file__).resolve().parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
     one, other = (build("dense-bf16", tmp_path / f"{seed}", seed) for seed in (1, 2))
     stale = {"worker_extension_cls": "tests.stale_extension.StaleExtension"}
     found = run.check(one, other, engine_args=ROWS["cuda"]["dense-bf16"].arguments("cuda") | stale)

@@ -49,10 +49,9 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
 
 
 def _to_meta(twin: torch.nn.Module) -> None:
-    """Move what a layer has put on a device of its own choice; tensors that layers share stay shared."""
+    """Move parameters that a layer has put on a device of its own choice. Buffers stay: loaders may read them."""
     moved: dict[int, Any] = {}
     for layer in twin.modules():
-        for table in (layer._parameters, layer._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and not tensor.is_meta:
-                    table[name] = moved.setdefault(id(tensor), to_meta_tensor(tensor))
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                layer._parameters[name] = moved.setdefault(id(parameter), to_meta_tensor(parameter))
