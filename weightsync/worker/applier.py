@@ -92,6 +92,11 @@ class Applier:
     def _twin(self) -> torch.nn.Module:
         return vllm_compat.meta_twin(self.vllm_config)
 
+    @property
+    def wrote(self) -> bool:
+        """Whether live storage holds an update that was not proved."""
+        return self._wrote
+
     def describe(self) -> WorkerReport:
         """What was sealed at the start."""
         sealed = self._guard.sealed
