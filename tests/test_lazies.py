@@ -120,6 +120,35 @@ def test_each_is_filled_in_again_from_the_new_weights_and_comes_back_to_its_stor
     assert list(model.state_dict()) == ["weight"]
 
 
+def test_a_number_that_graphs_hold_counts_as_changed_until_they_are_captured_anew() -> None:
+    model, lazies = first_run()
+    assert lazies.changed == []
+    model.weight.data.fill_(5.0)
+    for _ in range(2):  # the first of two updates to the same weights fails before it has captured anything
+        lazies.reset()
+        model(torch.zeros(16))
+        lazies.settle()
+        assert lazies.changed == ["model.product"]
+    lazies.note_captured()
+    assert lazies.changed == []
+    model.weight.data.fill_(1.0)
+    lazies.reset()
+    model(torch.zeros(16))
+    lazies.settle()
+    assert lazies.changed == ["model.product"]
+
+
+def test_a_number_whose_owner_was_built_anew_counts_as_changed() -> None:
+    model = Model()
+    fresh = Snapshot(model)
+    object.__setattr__(model.frozen, "scale", 2.0)
+    lazies = Lazies(model, fresh)
+    assert lazies.paths == ["model.frozen.scale"] and lazies.changed == []
+    model.frozen = Frozen(2.0)
+    lazies.note_captured()
+    assert lazies.changed == ["model.frozen.scale"]
+
+
 def test_what_the_run_does_not_fill_in_is_the_same_object_as_before() -> None:
     model, lazies = first_run()
     before = {name: getattr(model, name) for name in ("cache", "scratch", "merged", "absent", "hidden", "product")}

@@ -53,6 +53,15 @@ def test_it_is_observed_when_so_configured_and_takes_no_update(worker: Any) -> N
     assert all(torch.equal(tensor, before[name]) for name, tensor in worker.get_model().named_parameters())
 
 
+def test_a_worker_whose_report_raises_answers_that_it_wrote(worker: Any) -> None:
+    def report() -> Any:
+        raise KeyError("digest")
+
+    worker._weightsync_applier = SimpleNamespace(report=report, wrote=True)
+    answer = worker.weightsync_poll()
+    assert (answer["state"], answer["wrote"], answer["error"]["code"]) == ("failed", True, "internal")
+
+
 def test_strict_reaches_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsync.worker import vllm_compat
 

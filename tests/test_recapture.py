@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from weightsync.errors import UnsupportedEngine
+from weightsync.storage.adopt import Adoption
 
 
 @pytest.fixture
@@ -59,29 +60,30 @@ def second_runner(done: list[str]) -> Any:
 
 
 def test_the_first_runner_lets_go_of_all_graphs_before_it_captures_beside_its_requests(done: list[str]) -> None:
-    from weightsync.worker.vllm_compat import recapture
+    from weightsync.worker.vllm_compat import graph_holders, recapture
 
-    recapture(first_runner(done), None)
+    runner = first_runner(done)
+    recapture(runner, None, graph_holders(runner))
     assert done == ["wait", "pieces", "breakable", "give back", "requests aside", "capture", "requests back"]
 
 
 def test_the_second_runner_lets_go_of_the_drafts_graphs_too(done: list[str]) -> None:
-    from weightsync.worker.vllm_compat import recapture
+    from weightsync.worker.vllm_compat import graph_holders, recapture
 
     runner = second_runner(done)
-    recapture(runner, None)
+    recapture(runner, None, graph_holders(runner))
     assert done == ["wait", "pieces", "breakable", "give back", "capture {} {}"]
     assert not runner.cudagraph_manager._graphs_captured
 
 
 @pytest.mark.parametrize("lacking", ["capture_model", "preserve_serving_state"])
 def test_a_runner_without_what_is_needed_is_refused_and_keeps_its_graphs(done: list[str], lacking: str) -> None:
-    from weightsync.worker.vllm_compat import recapture
+    from weightsync.worker.vllm_compat import graph_holders
 
     runner = first_runner(done)
     delattr(runner, lacking)
     with pytest.raises(UnsupportedEngine, match=lacking):
-        recapture(runner, None)
+        graph_holders(runner)
     assert done == []
 
 
@@ -93,16 +95,25 @@ class TestAnUpdate:
         from weightsync.worker import applier, vllm_compat
 
         monkeypatch.setattr(vllm_compat, "run_once", lambda runner: done.append("run"))
-        monkeypatch.setattr(vllm_compat, "recapture", lambda runner, config: done.append("recapture"))
+        monkeypatch.setattr(vllm_compat, "recapture", lambda runner, config, release: done.append("recapture"))
+        monkeypatch.setattr(vllm_compat, "graph_holders", lambda runner: [])
         made = object.__new__(applier.Applier)
         lazies = SimpleNamespace(
             reset=lambda: done.append("reset"), settle=lambda: done.append("settle") or {"lazies_refreshed": 1}, changed=[]
         )
+        lazies.note_captured = lazies.changed.clear
         guard = SimpleNamespace(
             sealed=SimpleNamespace(counts={"graphs": 3}), scalars_changed=lambda: ["model.k_scale_float"], seal=lambda: done.append("seal")
         )
         vars(made).update(
-            _lazies=_Sized(1, lazies), _guard=guard, _runner=None, vllm_config=None, _recaptured=False, _checks={}, _seconds={}
+            _lazies=_Sized(1, lazies),
+            _guard=guard,
+            _runner=None,
+            vllm_config=None,
+            _recaptured=False,
+            _released=False,
+            _checks={},
+            _seconds={},
         )
         return made
 
@@ -120,6 +131,31 @@ class TestAnUpdate:
         worker._recapture()
         assert done == ["recapture", "seal"]
 
+    def test_a_capture_that_failed_is_made_up_for_though_the_numbers_are_back(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="out of memory"):
+            failing.setattr("weightsync.worker.vllm_compat.recapture", fail)
+            worker._recapture()
+        worker._guard.scalars_changed = list
+        worker._recapture()
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_a_runner_that_keeps_its_graphs_needs_no_capture_once_the_numbers_are_back(
+        self, worker: Any, done: list[str], monkeypatch: Any
+    ) -> None:
+        def refuse(_: Any) -> None:
+            raise UnsupportedEngine("no capture_model")
+
+        monkeypatch.setattr("weightsync.worker.vllm_compat.graph_holders", refuse)
+        with pytest.raises(UnsupportedEngine):
+            worker._recapture()
+        worker._guard.scalars_changed = list
+        worker._recapture()
+        assert done == []
+
     def test_without_graphs_a_changed_number_is_nothing(self, worker: Any, done: list[str]) -> None:
         worker._guard.sealed.counts = {}
         worker._recapture()
@@ -133,6 +169,55 @@ class TestAnUpdate:
         with pytest.raises(RuntimeError, match="out of memory"):
             worker._refresh()
         assert done == ["reset", "settle"]
+
+    @pytest.mark.parametrize("step", ["run_once", "graph_holders", "recapture"])
+    def test_what_fails_behind_the_writing_is_the_verdict_and_the_engine_counts_as_written(
+        self, worker: Any, done: list[str], monkeypatch: Any, step: str
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(f"weightsync.worker.vllm_compat.{step}", fail)
+        worker._guard.repair = lambda: done.append("repair") or Adoption()
+        request = SimpleNamespace(request=SimpleNamespace(update_id="u"))
+        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, discard=lambda: done.append("discard"))
+        vars(worker).update(rank=0, _receiver=receiver, _state="applied", _error=None, _wrote=True)
+        report = worker.verify("u")
+        assert report.state == "failed" and report.wrote
+        assert report.error is not None and "out of memory" in report.error["message"]
+        assert done[0] == "discard" and "seal" not in done
+
+
+def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures() -> None:
+    """A worker that failed to load would not be there for the others' collectives, and they would wait for it in an RPC."""
+    pytest.importorskip("vllm")
+    from weightsync.worker.applier import Applier
+
+    reload = _Reload()
+    made = object.__new__(Applier)  # without cached values, a guard or a runner: whatever touches those raises
+    request = SimpleNamespace(update_id="u", manifest=SimpleNamespace(tensors=[SimpleNamespace(name="w")]))
+    receiver = SimpleNamespace(order=SimpleNamespace(request=request), tensors=1, nbytes=4, seconds={}, tensor=lambda _: None)
+    model = SimpleNamespace(load_weights=list)
+    fresh = SimpleNamespace(restore_loaders=lambda _: 0)
+    vars(made).update(rank=0, model=model, vllm_config=None, _receiver=receiver, _state="staged", _error=None, _fresh=fresh)
+    vars(made).update(_wrote=False, _heads={}, _checks={}, _seconds={}, _map=SimpleNamespace(filled=dict))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
+        report = made.apply("u")
+    assert report.state == "applied" and report.wrote and reload.finished
+
+
+class _Reload(contextlib.nullcontext[Any]):
+    """A reload of a model without layers."""
+
+    def __init__(self) -> None:
+        self.enter_result, self.counts, self.finished = self, dict[str, int](), False
+
+    def waiting(self) -> dict[str, int]:
+        return {}
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 class _Sized:

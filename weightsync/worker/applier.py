@@ -1,12 +1,12 @@
 """One update in one worker: admit, stage, apply, prove, or put back.
 
 `apply` loads the staged tensors with vLLM's layerwise reload, under what a cold
-load runs in, takes back what the model's first run had cached and lets it run once,
-and has the guard bring back what moved. Where numbers have changed that captured
-graphs hold, they are captured anew. `verify` then checks that
-every tensor of the manifest was taken, that every layer is complete, that every
-registered parameter and buffer lies at the address, layout and dtype it had at the
-start, and that the storage contract holds.
+load runs in, and checks that every tensor of the manifest was taken and that every
+layer is complete. `verify`, once all workers have got so far, takes back what the
+model's first run had cached and lets it run once, and has the guard bring back what
+moved. Where numbers have changed that captured graphs hold, they are captured anew.
+Then it checks that every registered parameter and buffer lies at the address, layout
+and dtype it had at the start, and that the storage contract holds.
 
 A reload that fails half way is put back structurally (no tensor left on meta, no
 buffered tensor left over), so the next update can repair the engine; its values
@@ -85,12 +85,17 @@ class Applier:
         self._communicator: Communicator | None = None
         self._state = "none"
         self._error: WeightSyncError | None = None
-        self._wrote = self._recaptured = False
+        self._wrote = self._recaptured = self._released = False
         self._seconds: dict[str, float] = {}
         self._checks: dict[str, int] = {}
 
     def _twin(self) -> torch.nn.Module:
         return vllm_compat.meta_twin(self.vllm_config)
+
+    @property
+    def wrote(self) -> bool:
+        """Whether live storage holds an update that was not proved."""
+        return self._wrote
 
     def describe(self) -> WorkerReport:
         """What was sealed at the start."""
@@ -194,7 +199,7 @@ class Applier:
         """Write the staged update into the live storage. The engine must be paused."""
         receiver = self._expect(update_id, "staged")
         began = time.monotonic()
-        self._wrote, self._repaired = True, Adoption()
+        self._wrote = True
         taken: list[str] = []
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -203,7 +208,6 @@ class Applier:
                     yield spec.name, receiver.tensor(index)
                 taken.append(spec.name)
 
-        refreshed: dict[str, int] = {}
         restored = self._fresh.restore_loaders(self.model)
         reload = vllm_compat.Reload(self.model, self.vllm_config, self._fresh)
         try:
@@ -211,9 +215,6 @@ class Applier:
                 self.model.load_weights(stream())
                 self._require_complete(receiver, taken, reload.waiting())
                 reload.finish()
-            refreshed = self._refresh()
-            self._repaired = self._guard.repair()
-            self._recapture()
             self._state = "applied"
         except Exception as exc:
             if not isinstance(exc, WeightSyncError):
@@ -221,8 +222,7 @@ class Applier:
                 exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
             self._state, self._error = "failed", exc
             receiver.discard()  # the next update, which is to repair this, needs the memory
-        counts = reload.counts | self._repaired.counts | refreshed | {"loaders_restored": restored}
-        self._checks |= {key: count for key, count in counts.items() if count}
+        self._count(reload.counts | {"loaders_restored": restored})
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
 
@@ -230,28 +230,31 @@ class Applier:
         """Have the model fill in again what its first run had filled in. Costs a run only where there is something."""
         if not len(self._lazies):
             return {}
-        self._lazies.reset()
         try:
+            self._lazies.reset()
             vllm_compat.run_once(self._runner)
         finally:
             counts = self._lazies.settle()
         return counts
 
     def _recapture(self) -> None:
-        """Capture graphs anew where a number has changed that they hold."""
+        """Capture graphs anew where a number has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
             return
         changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed})
-        if changed:
+        if changed or self._released:
             logger.log(
                 logging.DEBUG if self._recaptured else logging.WARNING,
                 "capturing CUDA graphs anew: %d number(s) that they hold have changed (%s)",
                 *(len(changed), ", ".join(changed[:5])),
             )
             began = time.monotonic()
-            vllm_compat.recapture(self._runner, self.vllm_config)
+            release = vllm_compat.graph_holders(self._runner)
+            self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
+            vllm_compat.recapture(self._runner, self.vllm_config, release)
             self._guard.seal()
-            self._recaptured = True
+            self._lazies.note_captured()
+            self._recaptured, self._released = True, False
             self._checks["recaptured"] = len(changed)
             self._seconds["recapture"] = time.monotonic() - began
 
@@ -281,27 +284,49 @@ class Applier:
         return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)
 
     def verify(self, update_id: str) -> WorkerReport:
-        """Prove the applied update, and let the staged bytes go when it holds."""
+        """Bring the rest after the applied weights, and prove them. Asked for when every worker of the engine has applied them."""
         receiver = self._expect(update_id, "applied")
         began = time.monotonic()
+        receiver.discard()
+        try:
+            self._follow()
+            self._error = self._prove()
+        except WeightSyncError as exc:
+            self._error = exc
+        except Exception as exc:
+            self._error = ApplyFailed(f"the weights are loaded, and what is made from them could not be: {type(exc).__name__}: {exc}")
+        self._seconds["verify"] = time.monotonic() - began
+        self._state, self._wrote = ("failed", True) if self._error else ("verified", False)
+        return self.report()
+
+    def _follow(self) -> None:
+        """Cached values, storage and graphs follow the weights.
+
+        Not in `apply`: a run of the model, and a capture, wait for the other workers, which may have failed to load.
+        """
+        self._count(self._refresh())
+        self._repaired = self._guard.repair()
+        self._count(self._repaired.counts)
+        self._recapture()
+
+    def _prove(self) -> VerdictNotOk | None:
+        """What stands against the update as it is now; None when it holds."""
         waiting = vllm_compat.reload_waiting(self.model)
         now = _registered(self.model)
         changed = sorted(path for path in self._seal.keys() | now.keys() if self._seal.get(path) != now.get(path))
         verdict = self._guard.verify(self._repaired)
-        self._checks |= {"addresses": len(self._seal), **{key: count for key, count in verdict.counts.items() if count}}
-        self._seconds["verify"] = time.monotonic() - began
-        receiver.discard()
+        self._count({"addresses": len(self._seal), **verdict.counts})
         if waiting or changed:
             bad = [*waiting, *changed]
-            self._error = VerdictNotOk(
+            return VerdictNotOk(
                 f"{len(waiting)} layer(s) unfinished, {len(changed)} tensor(s) moved or changed layout: {', '.join(bad[:20])}",
                 hint="Sync again; if it comes back, restart this engine and report its model",
                 names=bad,
             )
-        else:
-            self._error = self._guard.broken(self._repaired, verdict)
-        self._state, self._wrote = ("failed", True) if self._error else ("verified", False)
-        return self.report()
+        return self._guard.broken(self._repaired, verdict)
+
+    def _count(self, counts: dict[str, int]) -> None:
+        self._checks |= {key: count for key, count in counts.items() if count}
 
     def abort(self, update_id: str) -> WorkerReport:
         """End an update, whatever its state; live storage is not touched."""

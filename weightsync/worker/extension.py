@@ -93,5 +93,5 @@ class WeightSyncExtension:
 
     def _weightsync_failed(self, error: WeightSyncError) -> WorkerReport:
         applier: Applier | Observer | None = getattr(self, "_weightsync_applier", None)
-        wrote = applier is not None and applier.report().wrote
+        wrote = applier is not None and applier.wrote  # not its report, which may be what raised
         return WorkerReport(int(getattr(self, "rank", 0)), error.update_id or "", "failed", error=error.to_dict(), wrote=wrote)

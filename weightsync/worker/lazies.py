@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from weightsync.storage import fields
+from weightsync.storage.contract import same_number
 from weightsync.storage.owners import rewalk, walk
 
 _MISSING = object()
@@ -79,7 +80,15 @@ class _Lazy:
     name: str
     kind: str  # "none", "absent" or "items": what it was when loading ended
     persistent: bool | None  # of a registered buffer
+    captured: float | None = None  # a number, as captured graphs hold it
     old: Any = field(default=_MISSING, repr=False)
+
+    @property
+    def number(self) -> float | None:
+        """A number as it is now; None when it is none, or its owner is gone."""
+        owner = self.owner()
+        now = _held(owner).get(self.name) if owner is not None else None
+        return now if type(now) is float else None
 
 
 class Lazies:
@@ -92,13 +101,11 @@ class Lazies:
 
     Attributes:
         unrefreshable: paths that hold such values in a way that can't be taken back.
-        changed: numbers that came back with another value the last time.
     """
 
     def __init__(self, model: torch.nn.Module, fresh: Snapshot, runner: object = None) -> None:
         self._found: list[_Lazy] = []
         self.unrefreshable: list[str] = []
-        self.changed: list[str] = []
         own = {_address(tensor) for tensor in fresh.registered(model)}  # views of those are no cached values
         # Paths that begin with the runner are those of its own: what it reaches through the model was walked before.
         found = rewalk({"model": model, "runner": runner}).tensors
@@ -107,6 +114,7 @@ class Lazies:
             was = fresh.of(owner)
             for name, value in held.items() if was is not None else ():
                 self._sort(owner, f"{path}.{name}", name, value, was, own)
+        self.note_captured()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -116,6 +124,16 @@ class Lazies:
         """Flat, JSON-ready; empty where there is nothing."""
         numbers = {"lazies": len(self._found), "unrefreshable": len(self.unrefreshable)}
         return {name: number for name, number in numbers.items() if number}
+
+    @property
+    def changed(self) -> list[str]:
+        """Numbers that are not what captured graphs hold, be it that an update failed before they were captured anew."""
+        return [lazy.path for lazy in self._found if lazy.captured is not None and not same_number(lazy.captured, lazy.number)]
+
+    def note_captured(self) -> None:
+        """Graphs hold the numbers as they are now. One whose owner was built anew can't be told, and stays among `changed`."""
+        for lazy in self._found:
+            lazy.captured = lazy.captured if lazy.number is None else lazy.number
 
     @property
     def paths(self) -> list[str]:
@@ -167,7 +185,6 @@ class Lazies:
         whose size goes by the batch. It gets its old memory back as well.
         """
         counts = {"lazies_refreshed": 0, "lazies_kept": 0}
-        self.changed = []
         for lazy in self._found:
             owner, old, lazy.old = lazy.owner(), lazy.old, _MISSING
             if owner is None or old is _MISSING:
@@ -179,8 +196,6 @@ class Lazies:
                 _set(owner, lazy.name, old, lazy.persistent)
             else:
                 counts["lazies_refreshed"] += 1
-                if type(old) is float and new != old:
-                    self.changed.append(lazy.path)
                 continue
             counts["lazies_kept"] += 1
         return counts

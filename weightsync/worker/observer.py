@@ -26,6 +26,8 @@ class Observer:
         why: what has not been proved.
     """
 
+    wrote = False
+
     def __init__(
         self, model: torch.nn.Module, runner: Any, vllm_config: Any, device: torch.device, rank: int, why: UnsupportedEngine
     ) -> None:

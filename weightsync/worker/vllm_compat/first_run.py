@@ -60,6 +60,7 @@ def find_lazies(model: torch.nn.Module, runner: Any) -> Lazies:
 
     Raises:
         UnsupportedEngine: nobody saw the end of its loading.
+        UnknownVllm: there is something, and the runner is not one that was proved. An update would write, and then fail.
     """
     fresh = _FRESH.get(model)
     if fresh is None:
@@ -67,16 +68,14 @@ def find_lazies(model: torch.nn.Module, runner: Any) -> Lazies:
             "this engine's model was loaded unseen, so that values it has cached since then can't be told",
             hint="Start it with worker_extension_cls=weightsync.worker.extension.WeightSyncExtension",
         )
-    return Lazies(model, fresh, runner)
+    found = Lazies(model, fresh, runner)
+    if len(found):
+        require_sources(type(runner), _PROVED)
+    return found
 
 
 def run_once(runner: Any) -> None:
-    """One run of the model that executes its Python. Requests, their caches and adapters stay as they are.
-
-    Raises:
-        UnsupportedEngine: the runner is not the one that was proved.
-    """
-    require_sources(type(runner), _PROVED)
+    """One run of the model that executes its Python. Requests, their caches and adapters stay as they are."""
     with _as_python(runner.get_model()), _adapters_kept(runner), torch.inference_mode():
         if hasattr(runner, "req_states"):  # vLLM's second model runner
             with _no_replay(runner.cudagraph_manager):

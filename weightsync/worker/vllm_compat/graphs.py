@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +23,18 @@ from vllm.config import set_current_vllm_config
 from weightsync.errors import UnsupportedEngine
 
 
-def recapture(runner: Any, vllm_config: Any) -> None:
+def recapture(runner: Any, vllm_config: Any, release: Sequence[Callable[[], object]]) -> None:
     """Capture all graphs of a runner anew. The engine must be paused.
 
-    Raises:
-        UnsupportedEngine: this runner has not what is needed; nothing was released.
+    Args:
+        runner: vLLM's.
+        vllm_config: the engine's configuration.
+        release: of `graph_holders`. Once the first was called, only a capture that ends well makes the engine whole again.
     """
     second = hasattr(runner, "req_states")
-    holders = _holders(runner, second)
     torch.cuda.synchronize()
-    for release in holders:
-        release()
+    for let_go in release:
+        let_go()
     gc.collect()
     torch.cuda.empty_cache()
     # The first runner captures with the blocks of whatever requests it has; the second has blocks for that.
@@ -41,8 +43,13 @@ def recapture(runner: Any, vllm_config: Any) -> None:
         runner.capture_model()
 
 
-def _holders(runner: Any, second: bool) -> list[Any]:
-    """What lets go of each kind of graph, all looked up before the first is called."""
+def graph_holders(runner: Any) -> list[Callable[[], object]]:
+    """What lets go of each kind of graph, all looked up before the first is called.
+
+    Raises:
+        UnsupportedEngine: this runner has not what a new capture needs.
+    """
+    second = hasattr(runner, "req_states")
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
