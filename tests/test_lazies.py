@@ -88,6 +88,17 @@ def test_what_a_first_run_filled_in_is_found_and_nothing_else() -> None:
     assert lazies.counts == {"lazies": 8, "unrefreshable": 2}
 
 
+def test_a_placeholder_that_the_first_run_replaced_is_told_as_what_no_update_refreshes() -> None:
+    model = Model()
+    model.lent = torch.empty(0)
+    fresh = Snapshot(model)
+    model.lent = model.weight * 2
+    lazies = Lazies(model, fresh)
+    assert lazies.unrefreshable == ["model.lent"] and "model.lent" not in lazies.paths
+    model.lent = model.weight[:2]
+    assert Lazies(model, fresh).unrefreshable == []
+
+
 def test_what_a_runner_has_bound_to_the_model_is_left_alone() -> None:
     model = Model()
     fresh = Snapshot(model)

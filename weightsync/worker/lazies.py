@@ -33,12 +33,13 @@ _NOT_DERIVED = ("vllm.compilation", "vllm.lora", "vllm.v1", "vllm.distributed", 
 
 @dataclass(frozen=True)
 class _Fresh:
-    """One object when loading ended: names with a value, names that were None, and how long its containers were."""
+    """One object when loading ended: names with a value, names that were None, how long its containers were, where its tensors lay."""
 
     ref: weakref.ref[Any]
     had: frozenset[str]
     none: frozenset[str]
     sizes: dict[str, int]
+    lay: dict[str, int]
 
 
 class Snapshot:
@@ -55,7 +56,8 @@ class Snapshot:
             had = frozenset(name for name, value in held.items() if value is not None)
             none = frozenset(name for name, value in held.items() if value is None)
             sizes = {name: len(value) for name, value in held.items() if type(value) in (list, dict)}
-            self._fresh[id(owner)] = _Fresh(ref, known.setdefault(had, had), known.setdefault(none, none), sizes)
+            lay = {name: _address(value) for name, value in held.items() if fields.is_tensor_type(type(value))}
+            self._fresh[id(owner)] = _Fresh(ref, known.setdefault(had, had), known.setdefault(none, none), sizes, lay)
 
     def of(self, owner: object) -> _Fresh | None:
         """The object as it was; None when it did not exist."""
@@ -143,6 +145,10 @@ class Lazies:
     def _sort(self, owner: Any, path: str, name: str, value: Any, was: Any, own: set[int]) -> None:
         kind = "none" if name in was.none else "absent"
         tensor = fields.is_tensor_type(type(value))
+        if name in was.lay and tensor:
+            # Another tensor than when loading ended, in whose place no run would put one again.
+            self.unrefreshable += [path] if _address(value) not in {was.lay[name], *own} else []
+            return
         if name in was.had:
             grown = type(value) in (list, dict) and len(value) != was.sizes.get(name)
             if not grown or not any(fields.is_tensor_type(type(item)) for item in _values(value)):
