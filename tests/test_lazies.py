@@ -127,6 +127,7 @@ def test_each_is_filled_in_again_from_the_new_weights_and_comes_back_to_its_stor
         assert torch.equal(model.frozen.scale, torch.full((4,), value * 7))
         assert model.product == value * 4 and lazies.changed == ["model.product"]
         assert counts == {"lazies_refreshed": 6, "lazies_kept": 2}
+        assert lazies.kept == ["model.scratch", "model.cache"], "and of the last run alone"
         assert {path: tensor.data_ptr() for path, tensor in walk(model, "model").tensors.items() if path in held} == held
     assert list(model.state_dict()) == ["weight"]
 

@@ -305,6 +305,7 @@ class Applier:
         Not in `apply`: a run of the model, and a capture, wait for the other workers, which may have failed to load.
         """
         self._count(self._refresh())
+        self._guard.unproven = (*self._lazies.unrefreshable, *self._lazies.kept)
         self._repaired = self._guard.repair()
         self._count(self._repaired.counts)
         self._recapture()

@@ -103,11 +103,14 @@ class Lazies:
 
     Attributes:
         unrefreshable: paths that hold such values in a way that can't be taken back.
+        kept: paths that the last run did not fill in again. A buffer whose size goes by the batch can't be told
+            from a value that only another sort of run fills in, so nothing is proved of either.
     """
 
     def __init__(self, model: torch.nn.Module, fresh: Snapshot, runner: object = None) -> None:
         self._found: list[_Lazy] = []
         self.unrefreshable: list[str] = []
+        self.kept: list[str] = []
         own = {_address(tensor) for tensor in fresh.registered(model)}  # views of those are no cached values
         # Paths that begin with the runner are those of its own: what it reaches through the model was walked before.
         found = rewalk({"model": model, "runner": runner}).tensors
@@ -191,6 +194,7 @@ class Lazies:
         whose size goes by the batch. It gets its old memory back as well.
         """
         counts = {"lazies_refreshed": 0, "lazies_kept": 0}
+        self.kept = []
         for lazy in self._found:
             owner, old, lazy.old = lazy.owner(), lazy.old, _MISSING
             if owner is None or old is _MISSING:
@@ -204,6 +208,7 @@ class Lazies:
                 counts["lazies_refreshed"] += 1
                 continue
             counts["lazies_kept"] += 1
+            self.kept.append(lazy.path)
         return counts
 
 
