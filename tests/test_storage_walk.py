@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from weightsync.storage import fields
+from weightsync.storage import sweep as sweep_module
 from weightsync.storage.owners import Walker, rewalk, scalars, translations, walk
 from weightsync.storage.pins import pin, place, places
 from weightsync.storage.sweep import sweep
@@ -288,11 +289,31 @@ def test_a_sweep_leaves_out_what_the_roots_reach_and_says_who_holds_the_rest() -
     model, loose = nn.Linear(2, 2), {torch.ones(6)}
     seen = sweep({"model": model}, lambda tensor: tensor.shape == (6,))
     assert set(seen.everything.tensors) >= {"model.weight", "model.bias"}
-    anonymous = [tensor for tensor in seen.anonymous if tensor.shape == (6,)]
-    assert len(anonymous) == 1
-    assert [by for by in seen.held_by if by] == [("set",)]
-    assert not any(tensor is model.weight for tensor in seen.anonymous)
+    assert [tuple(tensor.shape) for tensor in seen.anonymous] == [(6,)] and seen.held_by == (("set",),)
+    assert not seen.globals, "what nobody looks for is not searched for"
+    assert not any(tensor is model.weight for tensor in sweep({"model": model}).anonymous)
     del loose
+
+
+def test_a_search_ends_with_the_last_that_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    HIDDEN.append(torch.ones(9))
+    names = list(sweep_module._globals())
+
+    def globals_() -> typing.Iterator[tuple[str, Any]]:
+        for name, value in names:
+            looked.append(name)
+            yield name, value
+
+    try:
+        monkeypatch.setattr(sweep_module, "_globals", globals_)
+        seen = sweep({}, lambda tensor: tensor is HIDDEN[0])
+        assert seen.globals == (f"{__name__}:HIDDEN",) and not seen.anonymous
+        assert looked[-1] == f"{__name__}:HIDDEN" and len(looked) < len(names)
+        looked.clear()
+        assert not sweep({}, lambda _: False).globals and not looked
+    finally:
+        HIDDEN.clear()
 
 
 def test_what_is_undone_leaves_no_trace() -> None:

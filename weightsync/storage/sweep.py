@@ -40,7 +40,7 @@ class Sweep:
         everything: the walk of the roots, and of the globals that hold tensors which the roots don't.
         globals: names of those globals (`module:NAME`), for `rewalk`.
         anonymous: tensors without a path, one for each storage.
-        held_by: classes of the objects that hold each of them, for those that were asked about.
+        held_by: classes of the objects that hold each of them, for the first of those that were looked for.
     """
 
     everything: Walk
@@ -49,25 +49,27 @@ class Sweep:
     held_by: tuple[tuple[str, ...], ...] = ()
 
 
-def sweep(exclude: Mapping[str, object], trace: Callable[[torch.Tensor], bool] = lambda _: False) -> Sweep:
+def sweep(exclude: Mapping[str, object], wanted: Callable[[torch.Tensor], bool] | None = None) -> Sweep:
     """Walk the roots, and find the tensors that they don't reach.
 
-    Takes one to a few seconds in an engine. Call it when the engine is idle: a
-    tensor of a step under way would come out as anonymous.
+    Going through all globals takes a second or more in an engine, and ends when every
+    tensor that is looked for has been found. Call it when the engine is idle: a tensor
+    of a step under way would come out as anonymous.
 
     Args:
         exclude: name to object, as for `rewalk`: what is reached from there is owned.
-        trace: of which anonymous tensors to look for the holders; of the first `MAX_TRACED`, each costs a look at the whole heap.
+        wanted: which tensors to look for; all, if left out. Of the first `MAX_TRACED` of these that stay anonymous
+            the holders are looked for as well; each costs a look at the whole heap.
     """
     with _thawed():
         walker = Walker()
         for name, root in exclude.items():
             walker.add(root, name)
         known = set(storages(walker.found.tensors).values())
-        loose = {at: tensor for at, tensor in _alive().items() if at not in known}
+        loose = {at: tensor for at, tensor in _alive().items() if at not in known and (wanted is None or wanted(tensor))}
         names = list(_name(walker, loose)) if loose else []
         anonymous = tuple(loose.values())
-        traced = [tensor for tensor in anonymous if trace(tensor)][:MAX_TRACED]
+        traced = anonymous[:MAX_TRACED] if wanted is not None else ()
         held_by = {id(tensor): _holders(tensor, loose, anonymous, traced) for tensor in traced}
         return Sweep(walker.finish(), tuple(names), anonymous, tuple(held_by.get(id(tensor), ()) for tensor in anonymous))
 
