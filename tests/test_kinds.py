@@ -15,8 +15,8 @@ from tests.fleets import Fleet, answers
 pytestmark = pytest.mark.engine
 
 
-SLOW = ("w4a16", "fp8-channel", "mla", "int8-channel")
-KINDS = ["qwen3-tied", "qwen3-moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+SLOW = ("qwen3-tied", "w4a16", "fp8-channel", "mla", "int8-channel")
+KINDS = ["qwen3-moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

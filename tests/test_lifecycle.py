@@ -61,6 +61,7 @@ def test_a_killed_serve_is_adopted_and_ctrl_c_then_leaves_nothing(checkpoint: An
     assert _shared_memory() <= segments
 
 
+@pytest.mark.slow
 def test_other_settings_do_not_adopt_and_stop_ends_a_left_fleet(checkpoint: Any, tmp_path: Path) -> None:
     segments = _shared_memory()
     first = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
