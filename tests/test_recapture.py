@@ -99,7 +99,11 @@ class TestAnUpdate:
         monkeypatch.setattr(vllm_compat, "graph_holders", lambda runner: [])
         made = object.__new__(applier.Applier)
         lazies = SimpleNamespace(
-            reset=lambda: done.append("reset"), settle=lambda: done.append("settle") or {"lazies_refreshed": 1}, changed=[]
+            reset=lambda: done.append("reset"),
+            settle=lambda: done.append("settle") or {"lazies_refreshed": 1},
+            changed=[],
+            unrefreshable=["model.grown"],
+            kept=["model.scratch"],
         )
         lazies.note_captured = lazies.changed.clear
         guard = SimpleNamespace(
@@ -186,6 +190,8 @@ class TestAnUpdate:
         assert report.state == "failed" and report.wrote
         assert report.error is not None and "out of memory" in report.error["message"]
         assert done[0] == "discard" and "seal" not in done
+        if step != "run_once":
+            assert worker._guard.unproven == ("model.grown", "model.scratch")
 
 
 def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures() -> None:
