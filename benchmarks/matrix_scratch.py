@@ -19,7 +19,7 @@ from weightsync.storage.blocks import MemoryMap
 from weightsync.storage.contract import Contract, Kind, Slot
 from weightsync.storage.graph_nodes import load_driver
 from weightsync.storage.owners import walk
-from weightsync.storage.pins import Pins
+from weightsync.storage.pins import Pins, fill_with_ones
 
 _SMALL_BLOCK = 1 << 20  # torch serves requests up to this size from segments of their own
 #: A step leaves the first to the next; the second is an address; the third counts up from zero, and nobody writes it again.
@@ -75,8 +75,7 @@ def refill(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         for path, held in tensors.items():
             tensor = held.detach()  # an inference tensor may not be written to, a detached one may
             if tensor.is_floating_point():
-                whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-                tensor.view(whole).fill_(255 if whole is torch.uint8 else -1)
+                fill_with_ones(tensor)
             else:
                 tensor.zero_()
             done[path] = f"{'NaN' if tensor.is_floating_point() else 'zero'}, {tensor.nbytes} bytes"

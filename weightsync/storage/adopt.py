@@ -13,7 +13,7 @@ never moved passes the latter, though another path to the slot brought other byt
 
 Not covered: a tensor that the fresh walk doesn't reach keeps its own copy. A value
 that a reload should have recomputed and did not is in its place and stale; nothing
-here can see that (`pins.unchanged` lists the candidates).
+here can see that (`selftest` can).
 """
 
 from __future__ import annotations

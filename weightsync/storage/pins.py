@@ -232,24 +232,6 @@ def _join(held: list[Pin], reads: Iterable[Read]) -> tuple[dict[int, Read], list
     return {address: replace(group[0], kernel=kernels[address]) for address, group in found.items()}, list(stray.values())
 
 
-def snapshot(pins: Pins, paths: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Copies of what is pinned, before an update; `unchanged` compares with them.
-
-    Costs as much memory as they hold: name derived slots, never a KV cache.
-    """
-    wanted = [pins.by_path[path] for path in paths]
-    return {held.path: held.view().clone() for held in wanted if held.address and held.intact}
-
-
-def unchanged(before: Mapping[str, torch.Tensor], pins: Pins) -> list[str]:
-    """Paths whose captured bytes are as they were before the update: static, or derived and not refreshed.
-
-    Which of the two can't be told from one update. It is a list of candidates, and a
-    proof for those that are not in it: something wrote them.
-    """
-    return [path for path, old in before.items() if pins.by_path[path].intact and same_bytes(old, pins.by_path[path].view())]
-
-
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain tensors of one layout hold the same bytes; NaNs and negative zeros count by their bits.
 
@@ -258,14 +240,26 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     flat, other = _flat(a), _flat(b)
     if flat is None or other is None:
-        if a.element_size() not in _INTEGERS:
-            return torch.equal(torch.view_as_real(a), torch.view_as_real(b))
-        kind = _INTEGERS[a.element_size()]
-        return torch.equal(a.view(kind), b.view(kind))
+        return torch.equal(bits(a), bits(b))
     if all(bare.numel() % 8 == 0 and bare.storage_offset() % 8 == 0 for bare in (flat, other)):
         flat, other = flat.view(torch.int64), other.view(torch.int64)
     step = CHUNK_BYTES // flat.element_size()
     return all(torch.equal(flat[at : at + step], other[at : at + step]) for at in range(0, flat.numel(), step))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers; those that share memory (an expanded dimension) once."""
+    once = tensor.as_strided([1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride())
+    if tensor.element_size() not in _INTEGERS:  # complex128
+        once = torch.view_as_real(once)
+    return once.view(_INTEGERS[once.element_size()])
+
+
+def fill_with_ones(tensor: torch.Tensor) -> None:
+    """Set every bit: NaN in each float format, -1 in each signed integer."""
+    with torch.inference_mode(False), torch.no_grad():
+        whole = bits(tensor.detach())  # an inference tensor may not be written to, a detached one may
+        whole.fill_(255 if whole.dtype is torch.uint8 else -1)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:

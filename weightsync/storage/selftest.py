@@ -28,11 +28,10 @@ from collections.abc import Iterable
 import torch
 
 from weightsync.storage.contract import Fault, Kind, Slot, What
-from weightsync.storage.pins import Pin, Pins, same_bytes
+from weightsync.storage.pins import Pin, Pins, bits, fill_with_ones, same_bytes
 
 #: Kinds that hold nothing which an update brings.
 _LEFT_ALONE = (Kind.SCRATCH, Kind.ENGINE, Kind.ANONYMOUS)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SelfTest:
@@ -84,7 +83,7 @@ class SelfTest:
             raise ValueError(f"no update has written {', '.join(wrong[:20])}: it may be a lock or a constant")
         self._poisoned = wanted
         for name in wanted:
-            _fill(self._pins[name].view())
+            fill_with_ones(self._pins[name].view())
         return sum(self._remembered[name].nbytes for name in wanted)
 
     def unrefreshed(self) -> list[Fault]:
@@ -97,7 +96,7 @@ class SelfTest:
         with torch.inference_mode(False), torch.no_grad():
             for name in names:
                 # As integers: a copy of floats may turn one NaN into another.
-                _bits(self._pins[name].view()).copy_(_bits(self._remembered[name]))
+                bits(self._pins[name].view()).copy_(bits(self._remembered[name]))
         return len(names)
 
     def _fault(self, name: str) -> Fault:
@@ -106,7 +105,7 @@ class SelfTest:
             said = "its memory is gone"
         elif name in self._poisoned:
             poison = torch.empty_like(self._remembered[name])
-            _fill(poison)
+            fill_with_ones(poison)
             said = "nothing wrote it" if same_bytes(poison, _host(held)) else "it was written, with other bytes"
         else:
             said = "it was not poisoned and has other bytes"
@@ -116,19 +115,5 @@ class SelfTest:
 def _host(held: Pin) -> torch.Tensor:
     """A dense copy of a slot's bytes, in host memory."""
     with torch.inference_mode(False), torch.no_grad():
-        view = _bits(held.view())
+        view = bits(held.view())
         return torch.empty(view.shape, dtype=view.dtype).copy_(view)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers; those that share memory (an expanded dimension) once."""
-    once = tensor.as_strided([1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride())
-    if tensor.element_size() not in _INTEGERS:  # complex128
-        once = torch.view_as_real(once)
-    return once.view(_INTEGERS[once.element_size()])
-
-
-def _fill(tensor: torch.Tensor) -> None:
-    with torch.inference_mode(False), torch.no_grad():
-        bits = _bits(tensor)
-        bits.fill_(255 if bits.dtype is torch.uint8 else -1)

@@ -13,8 +13,8 @@ If nobody noted when loading ended, only a strict guard refuses it.
 
 On a CPU there are no graphs to read: every storage that the walk finds counts.
 
-Not covered: values (digests and the load map answer for those), and derived values
-that the layers' own post-processing does not compute anew.
+Not covered: values (digests and the load map answer for those; `applier` has derived
+ones computed anew), and module globals that moved: they are a fault, and not repaired.
 """
 
 from __future__ import annotations
