@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.checkpoints.models import deepseek_attention, deepseek_config
+from benchmarks.checkpoints.parts import Random, common
+
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
@@ -31,27 +34,11 @@ WEIGHT_STD = 0.1
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-class _Random:
-    """Draws weights in a fixed order, so that a seed means one model."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def weight(self, *shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=self._generator) * WEIGHT_STD).to(torch.bfloat16)
-
-    def norm(self, size: int) -> torch.Tensor:
-        return (1 + 0.1 * torch.randn(size, generator=self._generator)).to(torch.bfloat16)
-
-
 # --- models in bfloat16 ------------------------------------------------------------------------
 
 
 def _common(architecture: str, model_type: str, *, tied: bool) -> Config:
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "dtype": "bfloat16",
+    return common(architecture, model_type) | {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
@@ -59,27 +46,20 @@ def _common(architecture: str, model_type: str, *, tied: bool) -> Config:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "tie_word_embeddings": tied,
-        "attention_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
 
 
-def _outside_layers(random: _Random, *, tied: bool) -> Tensors:
+def _outside_layers(random: Random, *, tied: bool) -> Tensors:
     tensors = {"model.embed_tokens.weight": random.weight(VOCAB, HIDDEN), "model.norm.weight": random.norm(HIDDEN)}
     return tensors if tied else tensors | {"lm_head.weight": random.weight(VOCAB, HIDDEN)}
 
 
-def _norms(random: _Random, layer: str) -> Tensors:
+def _norms(random: Random, layer: str) -> Tensors:
     return {f"{layer}.{name}.weight": random.norm(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")}
 
 
-def _mlp(random: _Random, prefix: str, intermediate: int) -> Tensors:
+def _mlp(random: Random, prefix: str, intermediate: int) -> Tensors:
     return {
         f"{prefix}.gate_proj.weight": random.weight(intermediate, HIDDEN),
         f"{prefix}.up_proj.weight": random.weight(intermediate, HIDDEN),
@@ -87,7 +67,7 @@ def _mlp(random: _Random, prefix: str, intermediate: int) -> Tensors:
     }
 
 
-def _qwen3_attention(random: _Random, prefix: str) -> Tensors:
+def _qwen3_attention(random: Random, prefix: str) -> Tensors:
     return {
         f"{prefix}.q_proj.weight": random.weight(HEADS * HEAD_DIM, HIDDEN),
         f"{prefix}.k_proj.weight": random.weight(KV_HEADS * HEAD_DIM, HIDDEN),
@@ -104,7 +84,7 @@ def qwen3(folder: Path, seed: int, *, tied: bool = False) -> Path:
 
 
 def _qwen3(seed: int, *, tied: bool = False) -> tuple[Config, Tensors]:
-    random = _Random(seed)
+    random = Random(seed, WEIGHT_STD)
     tensors = _outside_layers(random, tied=tied)
     for layer in (f"model.layers.{index}" for index in range(LAYERS)):
         tensors |= _norms(random, layer) | _qwen3_attention(random, f"{layer}.self_attn") | _mlp(random, f"{layer}.mlp", INTERMEDIATE)
@@ -113,7 +93,7 @@ def _qwen3(seed: int, *, tied: bool = False) -> tuple[Config, Tensors]:
 
 def qwen3_moe(folder: Path, seed: int) -> Path:
     """Four experts in every layer, two per token, bfloat16."""
-    random = _Random(seed)
+    random = Random(seed, WEIGHT_STD)
     tensors = _outside_layers(random, tied=False)
     for layer in (f"model.layers.{index}" for index in range(LAYERS)):
         tensors |= _norms(random, layer) | _qwen3_attention(random, f"{layer}.self_attn")
@@ -133,43 +113,19 @@ def qwen3_moe(folder: Path, seed: int) -> Path:
 
 def mla(folder: Path, seed: int) -> Path:
     """DeepSeek-V3's attention (keys and values compressed), every MLP dense, bfloat16."""
-    q_rank, kv_rank, nope, rope, value = 64, 512, 128, 64, 128
-    random = _Random(seed)
+    ranks = 64, 512, 128, 64, 128
+    random = Random(seed, WEIGHT_STD)
     tensors = _outside_layers(random, tied=False)
     for layer in (f"model.layers.{index}" for index in range(LAYERS)):
-        attention = f"{layer}.self_attn"
         tensors |= _norms(random, layer) | _mlp(random, f"{layer}.mlp", INTERMEDIATE)
-        tensors |= {
-            f"{attention}.q_a_proj.weight": random.weight(q_rank, HIDDEN),
-            f"{attention}.q_a_layernorm.weight": random.norm(q_rank),
-            f"{attention}.q_b_proj.weight": random.weight(HEADS * (nope + rope), q_rank),
-            f"{attention}.kv_a_proj_with_mqa.weight": random.weight(kv_rank + rope, HIDDEN),
-            f"{attention}.kv_a_layernorm.weight": random.norm(kv_rank),
-            f"{attention}.kv_b_proj.weight": random.weight(HEADS * (nope + value), kv_rank),
-            f"{attention}.o_proj.weight": random.weight(HIDDEN, HEADS * value),
-        }
-    config = _common("DeepseekV3ForCausalLM", "deepseek_v3", tied=False) | {
-        "num_key_value_heads": HEADS,
-        "head_dim": rope,
-        "q_lora_rank": q_rank,
-        "kv_lora_rank": kv_rank,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": value,
+        tensors |= deepseek_attention(random, f"{layer}.self_attn", ranks, HIDDEN, HEADS)
+    config = _common("DeepseekV3ForCausalLM", "deepseek_v3", tied=False) | deepseek_config(ranks, HEADS) | {
         "first_k_dense_replace": LAYERS,
         "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": EXPERT_INTERMEDIATE,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": 0,
-    }
+    }  # fmt: skip
     return _write(folder, config, tensors)
 
 

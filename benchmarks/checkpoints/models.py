@@ -13,6 +13,7 @@ from benchmarks.checkpoints.parts import (
     HIDDEN,
     INTERMEDIATE,
     LAYERS,
+    Config,
     Model,
     Random,
     Tensors,
@@ -24,7 +25,8 @@ from benchmarks.checkpoints.parts import (
 )
 
 #: DeepSeek's attention: ranks of queries and of keys and values; sizes without and with a rotation; of values.
-MLA = (256, 512, 128, 64, 128)
+Ranks = tuple[int, int, int, int, int]
+MLA: Ranks = (256, 512, 128, 64, 128)
 
 
 def qwen3(seed: int) -> Model:
@@ -85,20 +87,28 @@ def deepseek(seed: int, drafts: int = 0) -> Model:
             f"{layer}.shared_head.head.weight": tensors["lm_head.weight"].clone(),
         }
         tensors |= _deepseek_layer(random, layer, dense=False)
-    q_rank, kv_rank, nope, rope, value = MLA
-    config = common("DeepseekV3ForCausalLM", "deepseek_v3") | {
-        "num_key_value_heads": HEADS,
+    config = common("DeepseekV3ForCausalLM", "deepseek_v3") | deepseek_config(MLA, HEADS) | {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": EXPERT_INTERMEDIATE,
+        "num_nextn_predict_layers": drafts,
+    }  # fmt: skip
+    return config, tensors
+
+
+def deepseek_config(ranks: Ranks, heads: int) -> Config:
+    """What sets DeepSeek-V3 apart, but for how many layers and experts it has."""
+    q_rank, kv_rank, nope, rope, value = ranks
+    return {
+        "num_key_value_heads": heads,
         "head_dim": rope,
         "q_lora_rank": q_rank,
         "kv_lora_rank": kv_rank,
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": EXPERT_INTERMEDIATE,
         "moe_layer_freq": 1,
         "n_group": 1,
         "topk_group": 1,
@@ -106,23 +116,25 @@ def deepseek(seed: int, drafts: int = 0) -> Model:
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": drafts,
     }
-    return config, tensors
+
+
+def deepseek_attention(random: Random, path: str, ranks: Ranks, hidden: int, heads: int) -> Tensors:
+    """One layer's attention, with keys and values compressed."""
+    q_rank, kv_rank, nope, rope, value = ranks
+    return {
+        f"{path}.q_a_proj.weight": random.weight(q_rank, hidden),
+        f"{path}.q_a_layernorm.weight": random.norm(q_rank),
+        f"{path}.q_b_proj.weight": random.weight(heads * (nope + rope), q_rank),
+        f"{path}.kv_a_proj_with_mqa.weight": random.weight(kv_rank + rope, hidden),
+        f"{path}.kv_a_layernorm.weight": random.norm(kv_rank),
+        f"{path}.kv_b_proj.weight": random.weight(heads * (nope + value), kv_rank),
+        f"{path}.o_proj.weight": random.weight(hidden, heads * value),
+    }
 
 
 def _deepseek_layer(random: Random, layer: str, *, dense: bool) -> Tensors:
-    q_rank, kv_rank, nope, rope, value = MLA
-    attention_path = f"{layer}.self_attn"
-    tensors = {
-        f"{attention_path}.q_a_proj.weight": random.weight(q_rank, HIDDEN),
-        f"{attention_path}.q_a_layernorm.weight": random.norm(q_rank),
-        f"{attention_path}.q_b_proj.weight": random.weight(HEADS * (nope + rope), q_rank),
-        f"{attention_path}.kv_a_proj_with_mqa.weight": random.weight(kv_rank + rope, HIDDEN),
-        f"{attention_path}.kv_a_layernorm.weight": random.norm(kv_rank),
-        f"{attention_path}.kv_b_proj.weight": random.weight(HEADS * (nope + value), kv_rank),
-        f"{attention_path}.o_proj.weight": random.weight(HIDDEN, HEADS * value),
-    }
+    tensors = deepseek_attention(random, f"{layer}.self_attn", MLA, HIDDEN, HEADS)
     if dense:
         return tensors | mlp(random, f"{layer}.mlp", INTERMEDIATE)
     tensors |= experts(random, f"{layer}.mlp") | mlp(random, f"{layer}.mlp.shared_experts", EXPERT_INTERMEDIATE)

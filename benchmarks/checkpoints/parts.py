@@ -23,11 +23,12 @@ WEIGHT_STD, BIAS_STD = 0.05, 0.02
 class Random:
     """Draws in a fixed order, so that a seed means one model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, std: float = WEIGHT_STD) -> None:
+        self._std = std
         self._generator = torch.Generator().manual_seed(seed)
 
-    def weight(self, *shape: int, std: float = WEIGHT_STD) -> torch.Tensor:
-        return (torch.randn(*shape, generator=self._generator) * std).to(torch.bfloat16)
+    def weight(self, *shape: int, std: float | None = None) -> torch.Tensor:
+        return (torch.randn(*shape, generator=self._generator) * (self._std if std is None else std)).to(torch.bfloat16)
 
     def bias(self, *shape: int) -> torch.Tensor:
         return self.weight(*shape, std=BIAS_STD)
