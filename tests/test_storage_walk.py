@@ -287,12 +287,14 @@ def test_a_frozen_heap_is_seen_and_stays_frozen() -> None:
 
 def test_a_sweep_leaves_out_what_the_roots_reach_and_says_who_holds_the_rest() -> None:
     model, loose = nn.Linear(2, 2), {torch.ones(6)}
-    seen = sweep({"model": model}, lambda tensor: tensor.shape == (6,))
+    also = frozenset({torch.ones(6, 1)})
+    seen = sweep({"model": model}, lambda tensor: tensor.numel() == 6)
     assert set(seen.everything.tensors) >= {"model.weight", "model.bias"}
-    assert [tuple(tensor.shape) for tensor in seen.anonymous] == [(6,)] and seen.held_by == (("set",),)
+    held_by = {tuple(tensor.shape): by for tensor, by in zip(seen.anonymous, seen.held_by, strict=True)}
+    assert held_by == {(6,): ("set",), (6, 1): ("frozenset",)}
     assert not seen.globals, "what nobody looks for is not searched for"
     assert not any(tensor is model.weight for tensor in sweep({"model": model}).anonymous)
-    del loose
+    del loose, also
 
 
 def test_a_search_ends_with_the_last_that_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def sweep(exclude: Mapping[str, object], wanted: Callable[[torch.Tensor], bool] 
     Args:
         exclude: name to object, as for `rewalk`: what is reached from there is owned.
         wanted: which tensors to look for; all, if left out. Of the first `MAX_TRACED` of these that stay anonymous
-            the holders are looked for as well; each costs a look at the whole heap.
+            the holders are looked for as well, which takes one more look at the whole heap.
     """
     with _thawed():
         walker = Walker()
@@ -70,8 +70,8 @@ def sweep(exclude: Mapping[str, object], wanted: Callable[[torch.Tensor], bool] 
         names = list(_name(walker, loose)) if loose else []
         anonymous = tuple(loose.values())
         traced = anonymous[:MAX_TRACED] if wanted is not None else ()
-        held_by = {id(tensor): _holders(tensor, loose, anonymous, traced) for tensor in traced}
-        return Sweep(walker.finish(), tuple(names), anonymous, tuple(held_by.get(id(tensor), ()) for tensor in anonymous))
+        held_by = _holders(traced, loose, anonymous)
+        return Sweep(walker.finish(), tuple(names), anonymous, (*held_by, *[()] * (len(anonymous) - len(held_by))))
 
 
 def _name(walker: Walker, loose: dict[int, torch.Tensor]) -> Iterator[str]:
@@ -160,8 +160,16 @@ def _thawed() -> Iterator[None]:
             gc.enable()
 
 
-def _holders(tensor: torch.Tensor, *ours: object) -> tuple[str, ...]:
-    """Classes of the objects that refer to a tensor: where to look for its owner."""
-    skipped = {id(held) for held in ours}
-    found = (held for held in gc.get_referrers(tensor) if id(held) not in skipped)
-    return tuple(sorted({type(held).__name__ for held in found if not isinstance(held, (types.FrameType, types.GeneratorType))}))
+def _holders(tensors: tuple[torch.Tensor, ...], *ours: object) -> list[tuple[str, ...]]:
+    """For each tensor, classes of the objects that refer to it: where to look for its owner."""
+    if not tensors:
+        return []
+    at = {id(tensor): index for index, tensor in enumerate(tensors)}
+    classes: list[set[str]] = [set() for _ in tensors]
+    skipped = {id(tensors), *map(id, ours)}
+    for holder in gc.get_referrers(*tensors):
+        if id(holder) not in skipped and not isinstance(holder, (types.FrameType, types.GeneratorType)):
+            for held in gc.get_referents(holder):
+                if (index := at.get(id(held))) is not None:
+                    classes[index].add(type(holder).__name__)
+    return [tuple(sorted(names)) for names in classes]
