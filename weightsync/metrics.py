@@ -50,6 +50,10 @@ class Recorder:
         self._pause = Histogram(
             "weightsync_engine_pause_seconds", "Time an engine generated nothing for an update.", buckets=_SECONDS_BUCKETS, **new
         )
+        self._tries = Counter(
+            "weightsync_second_tries", "Applies that an engine tried once more, and how the engine came out.", ["outcome"], **new
+        )
+        self._rollbacks = Counter("weightsync_rollbacks", "Engines that an update failed in and that went back to their version.", **new)
         self._bytes = Counter("weightsync_sent_bytes", "Bytes of the tensors of committed updates.", **new)
         self._committed = Gauge("weightsync_committed_version", "Version the fleet has committed; -1 before the first.", **new)
         self._version = Gauge("weightsync_engine_version", "Version an engine holds; -1 if none.", ["engine"], **new)
@@ -74,6 +78,9 @@ class Recorder:
         for verdict in update.verdicts:
             if verdict.committed:
                 self._pause.observe(verdict.pause_seconds)
+            if tries := verdict.checks.get("second_tries", 0):
+                self._tries.labels("committed" if verdict.committed else "failed").inc(tries)
+            self._rollbacks.inc(verdict.checks.get("rolled_back", 0))
         if update.state == UpdateState.COMMITTED:
             self._bytes.inc(update.nbytes)
             self._last.set(update.ended_unix_seconds or 0)

@@ -44,6 +44,7 @@ class Phase(enum.StrEnum):
     PAUSE = "pause"
     APPLY = "apply"
     VERIFY = "verify"
+    ROLLBACK = "rollback"
     RESUME = "resume"
 
 
@@ -203,6 +204,7 @@ class Admission:
     version: int
     communicator: CommunicatorInfo
     engines: tuple[int, ...]
+    staged: bool = True
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ class BeginOrder:
         rank_offset: rank of that engine's first worker.
         connect_seconds: deadline of the rendezvous.
         interface: network interface for gloo; torch chooses when empty.
+        stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
+        retain: keep the update in host memory when it is committed, to come back to.
     """
 
     request: UpdateRequest
@@ -222,6 +226,8 @@ class BeginOrder:
     rank_offset: int
     connect_seconds: float
     interface: str = ""
+    stage: str = "auto"
+    retain: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class WorkerReport:
 
     Attributes:
         rank: the worker's rank within its engine.
-        state: `none`, `receiving`, `staged`, `applied`, `verified` or `failed`.
+        state: `none`, `receiving`, `staged`, `applied`, `verified`, `rolled_back` or `failed`.
         tensors, nbytes: received and checked so far.
         seconds: by phase.
         error: `WeightSyncError.to_dict()` when `state` is `failed`.

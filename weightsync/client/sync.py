@@ -174,7 +174,8 @@ class WeightSync:
         if published is None:
             raise Refused("nothing has been published", hint="Call publish() first")
         try:
-            self._watch(published)
+            if published.admission.staged:  # else the bytes go on only when the engines apply them
+                self._watch(published)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
             data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _CONTROL_SECONDS)
@@ -293,7 +294,8 @@ class WeightSync:
         self._published = None
         if status.state != UpdateState.COMMITTED:
             self._leave()
-            raise _failure(status)
+            raise _failure(status) from published._error
+        published._done.wait(_CONTROL_SECONDS)  # what was not staged may have its last callback still to run
         seconds = {**status.seconds, **published._seconds, "total": time.monotonic() - published._began}
         return SyncReport(
             update_id=status.update_id,

@@ -51,6 +51,7 @@ class Update:
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
     communicator: CommunicatorInfo | None = None
+    staged: bool = True
 
     def __post_init__(self) -> None:
         self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
@@ -82,7 +83,7 @@ class Update:
     @property
     def admission(self) -> Admission:
         assert self.communicator is not None
-        return Admission(self.request.update_id, self.request.version, self.communicator, self.engines)
+        return Admission(self.request.update_id, self.request.version, self.communicator, self.engines, self.staged)
 
 
 class Ledger:
