@@ -119,7 +119,7 @@ class Applier:
             self.abort(current.order.request.update_id)
         self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
         self._heads = loadmap.tied_heads(self._map) if self._tied else {}
-        self._receiver = Receiver(order, self.rank, self._landing(order), lambda: self._connect(order))
+        self._receiver = Receiver(order, self.rank, self._landing(order), lambda: self._connect(order), self._map.dtypes)
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()

@@ -2,7 +2,9 @@
 
 Bytes land in host memory beside the live weights, in the layout of the bucket
 plan's stream, so every tensor is whole and in place when its last bucket is in.
-Its digest is compared then. Nothing here touches the model.
+Its digest is compared then, and in the same read its values are looked at: NaN, infinity,
+and what the dtype it is loaded into can't hold fail the update when all tensors are in,
+so that the trainer is told of every one. Nothing here touches the model.
 
 Not covered: staging in GPU memory, and applying while bytes still arrive.
 """
@@ -12,19 +14,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import psutil
 import torch
 
-from weightsync.errors import DigestMismatch, InternalError, MemoryRefused, TransportFailed, WeightSyncError
-from weightsync.protocol import BeginOrder
-from weightsync.transport import digest
+from weightsync.errors import BadValues, DigestMismatch, InternalError, MemoryRefused, TransportFailed, WeightSyncError
+from weightsync.protocol import BeginOrder, Phase
+from weightsync.transport import digest, finite
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 
 #: Share of the free host memory that one staged update may take.
 _MEMORY_SHARE = 0.8
+#: As many tensors with values that are refused are described; the others are counted.
+_SHOWN = 20
 
 
 class Receiver:
@@ -36,14 +40,22 @@ class Receiver:
         device: where the transport lands buckets: the worker's CUDA device under NCCL, from where they are moved
             to the host, and the CPU under gloo.
         connect: returns the communicator of the order's generation, making it if need be.
+        dtypes: of what tensors are loaded into, by the tensor's name, where that can differ from what is sent.
 
     Raises:
         MemoryRefused: the stream does not fit beside what the host holds.
         WeightSyncError: the trainer computed another bucket plan.
     """
 
-    def __init__(self, order: BeginOrder, rank: int, device: torch.device, connect: Callable[[], Communicator]) -> None:
-        self.order, self.rank, self._device, self._connect = order, rank, device, connect
+    def __init__(
+        self,
+        order: BeginOrder,
+        rank: int,
+        device: torch.device,
+        connect: Callable[[], Communicator],
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.order, self.rank, self._device, self._connect, self._dtypes = order, rank, device, connect, dtypes or {}
         request = order.request
         self.plan: BucketPlan = plan_buckets(request.manifest, request.bucket_bytes)
         if self.plan.hash != request.plan_hash:
@@ -58,6 +70,7 @@ class Receiver:
         self.error: WeightSyncError | None = None
         self.staged = False
         self.digests: dict[int, digest.Digest] = {}
+        self._bad: dict[str, str] = {}  # tensors whose values are refused, with counts
         self.tensors = 0
         self.nbytes = 0
         self.seconds: dict[str, float] = {}
@@ -125,14 +138,18 @@ class Receiver:
                 self._check(bucket, communicator)
 
     def _check(self, bucket: Bucket, communicator: Communicator) -> None:
-        """Receive the digests behind a bucket and compare."""
+        """Receive the digests behind a bucket and compare; behind the last one refuse bad values."""
         packed = torch.empty((len(bucket.complete), 2), dtype=torch.int64, device=communicator.device)
         communicator.broadcast(packed, self._deadline, self._cancelled.is_set)
         specs = self.order.request.manifest.tensors
         wrong = []
         for index, sent in zip(bucket.complete, digest.unpack(packed.cpu()), strict=True):
-            if digest.digest_tensor(self.tensor(index)) != sent:
-                wrong.append(specs[index].name)
+            name, tensor = specs[index].name, self.tensor(index)
+            peak = self._peak(index)
+            if digest.digest_tensor(tensor, peak) != sent:
+                wrong.append(name)
+            elif peak is not None and peak.refused:
+                self._bad[name] = peak.describe(tensor) if len(self._bad) < _SHOWN else ""
             self.digests[index] = sent
         if wrong:
             raise DigestMismatch(
@@ -141,3 +158,20 @@ class Receiver:
                 names=wrong,
             )
         self.tensors += len(bucket.complete)
+        if self._bad and bucket is self.plan.buckets[-1]:
+            shown = ", ".join(f"{name} ({counts})" for name, counts in self._bad.items() if counts)
+            more = f" and {len(self._bad) - _SHOWN} more" if len(self._bad) > _SHOWN else ""
+            raise BadValues(
+                f"{len(self._bad)} tensor(s) hold values that an engine must not get: {shown}{more}",
+                hint="Find the step that made them; allow_nonfinite=True lets such an update through",
+                phase=str(Phase.RECEIVE),
+                names=list(self._bad),
+            )
+
+    def _peak(self, index: int) -> finite.Peak | None:
+        """What looks at a tensor's values while its digest is made; None where any are right."""
+        request = self.order.request
+        spec = request.manifest.tensors[index]
+        if request.allow_nonfinite or not finite.watched(spec.dtype):
+            return None
+        return finite.Peak(spec.dtype, self._dtypes.get(spec.name, ""))
