@@ -147,6 +147,7 @@ class UpdateRequest:
         timeout_seconds: the update is aborted when it has not committed after this.
         transport: `gloo` or `nccl`.
         torch_version, nccl_version, protocol_version: for the check that both sides can talk.
+        allow_nonfinite: take NaN, infinity, and what becomes infinity in the engine's dtype.
     """
 
     update_id: str
@@ -160,6 +161,7 @@ class UpdateRequest:
     torch_version: str
     nccl_version: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         for key in ("update_id", "trainer_id"):
@@ -174,6 +176,8 @@ class UpdateRequest:
             raise ValueError(f"timeout_seconds {self.timeout_seconds}: want above 0, at most 86400")
         if self.transport not in ("gloo", "nccl"):
             raise ValueError(f"transport {self.transport!r}: want 'gloo' or 'nccl'")
+        if not isinstance(self.allow_nonfinite, bool):
+            raise ValueError(f"allow_nonfinite {self.allow_nonfinite!r}: want true or false")
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,24 @@ class WeightSync:
         bucket_bytes: unit of broadcast, bytes.
         timeout_seconds: default deadline of one update.
         interface: network interface for gloo; torch chooses when empty.
+        allow_nonfinite: send NaN and infinity, and what becomes infinity in the engine's dtype; else such an
+            update fails with `BadValues` before an engine is touched.
     """
 
-    def __init__(self, url: str, token: str, *, bucket_bytes: int = 64 << 20, timeout_seconds: float = 300.0, interface: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        bucket_bytes: int = 64 << 20,
+        timeout_seconds: float = 300.0,
+        interface: str = "",
+        allow_nonfinite: bool = False,
+    ) -> None:
         self._http = Http(url, token)
         self._rollouts = Rollouts(self._http, self.engines)
         self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
+        self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
         self._communicator: Communicator | None = None
         self._published: Published | None = None
@@ -121,7 +133,13 @@ class WeightSync:
     # --- weights -------------------------------------------------------------------------------
 
     def sync_weights(
-        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        allow_nonfinite: bool | None = None,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -131,6 +149,7 @@ class WeightSync:
             version: must rise; one above the fleet's when None.
             timeout_seconds: deadline of the whole call.
             progress: called with (bytes sent, bytes in all) behind each bucket.
+            allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -138,11 +157,17 @@ class WeightSync:
                 message names them.
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
-        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress)
+        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress, allow_nonfinite=allow_nonfinite)
         return self.commit(published)
 
     def publish(
-        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        allow_nonfinite: bool | None = None,
     ) -> Published:
         """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
 
@@ -154,7 +179,9 @@ class WeightSync:
         with self._lock:
             if self._published is not None and not self._published._done.is_set():
                 raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
-            request, plan = self._request(offered, version, self._timeout if timeout_seconds is None else timeout_seconds)
+            timeout = self._timeout if timeout_seconds is None else timeout_seconds
+            allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
+            request, plan = self._request(offered, version, timeout, allow)
             seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
             answer = self._http.post("/v1/updates", encode(request), seconds)
             published = Published(decode(Admission, answer), request, began)
@@ -187,7 +214,9 @@ class WeightSync:
             self._rollouts.forget()
         return self._report(published, decode(UpdateStatus, data))
 
-    def _request(self, offered: Offer, version: int | None, timeout: float) -> tuple[UpdateRequest, BucketPlan]:
+    def _request(
+        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False
+    ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
         plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -204,6 +233,7 @@ class WeightSync:
                 transport=offered.transport,
                 torch_version=torch.__version__,
                 nccl_version=nccl,
+                allow_nonfinite=allow_nonfinite,
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None

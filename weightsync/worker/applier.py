@@ -127,7 +127,7 @@ class Applier:
                 hint="Leave it out, or set sync.stage to auto",
                 names=list(self._heads),
             )
-        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order))
+        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), self._map.dtypes)
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()

@@ -3,7 +3,10 @@
 Bytes land in memory beside the live weights (see `staging`), in the layout of the
 bucket plan's stream, so every tensor is whole and in place when its last bucket is in;
 or, without staging, each tensor in memory of its own, until the loader takes it (see
-`streaming`). A tensor's digest is compared when it is whole. Nothing here touches the model.
+`streaming`). A tensor's digest is compared when it is whole, and in the same read its
+values are looked at: NaN, infinity, and what the dtype it is loaded into can't hold fail
+the update, where bytes are staged when all tensors are in, so that the trainer is told
+of every one. Nothing here touches the model.
 
 Not covered: what becomes of the tensors.
 """
@@ -13,16 +16,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from weightsync.errors import DigestMismatch, InternalError, TransportFailed, WeightSyncError
-from weightsync.protocol import BeginOrder
-from weightsync.transport import digest
+from weightsync.errors import BadValues, DigestMismatch, InternalError, TransportFailed, WeightSyncError
+from weightsync.protocol import BeginOrder, Phase
+from weightsync.transport import digest, finite
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 from weightsync.worker import staging, streaming
+
+#: As many tensors with values that are refused are described; the others are counted.
+_SHOWN = 20
 
 
 class Receiver:
@@ -35,6 +41,7 @@ class Receiver:
         landing: where the transport puts buckets: the worker's CUDA device under NCCL, the CPU under gloo. Where bytes
             are staged elsewhere, they are moved bucket by bucket.
         connect: returns the communicator of the order's generation, making it if need be.
+        dtypes: of what tensors are loaded into, by the tensor's name, where that can differ from what is sent.
 
     Raises:
         MemoryRefused: the stream would not fit where it is to be staged.
@@ -42,9 +49,15 @@ class Receiver:
     """
 
     def __init__(
-        self, order: BeginOrder, rank: int, device: torch.device, landing: torch.device, connect: Callable[[], Communicator]
+        self,
+        order: BeginOrder,
+        rank: int,
+        device: torch.device,
+        landing: torch.device,
+        connect: Callable[[], Communicator],
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        self.order, self.rank, self._landing, self._connect = order, rank, landing, connect
+        self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
         request = order.request
         self.plan: BucketPlan = plan_buckets(request.manifest, request.bucket_bytes)
         if self.plan.hash != request.plan_hash:
@@ -55,6 +68,7 @@ class Receiver:
         self.error: WeightSyncError | None = None
         self.ready = False  # to be applied: all is there, or, without staging, it begins to come
         self.digests: dict[int, digest.Digest] = {}
+        self._bad: dict[str, str] = {}  # tensors whose values are refused, with counts
         self.tensors = 0
         self.nbytes = 0
         self.seconds: dict[str, float] = {}
@@ -138,14 +152,18 @@ class Receiver:
                 into.hand_over(bucket.complete)
 
     def _check(self, bucket: Bucket, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
-        """Receive the digests behind a bucket and compare."""
+        """Receive the digests behind a bucket and compare; refuse bad values, where bytes are staged behind the last one."""
         packed = torch.empty((len(bucket.complete), 2), dtype=torch.int64, device=communicator.device)
         communicator.broadcast(packed, self._deadline, self._cancelled.is_set)
         specs = self.order.request.manifest.tensors
         wrong = []
         for index, sent in zip(bucket.complete, digest.unpack(packed.cpu()), strict=True):
-            if digest.digest_tensor(into.tensor(index)) != sent:
-                wrong.append(specs[index].name)
+            name, tensor = specs[index].name, into.tensor(index)
+            peak = self._peak(index)
+            if digest.digest_tensor(tensor, peak) != sent:
+                wrong.append(name)
+            elif peak is not None and peak.refused:
+                self._bad[name] = peak.describe(tensor) if len(self._bad) < _SHOWN else ""
             self.digests[index] = sent
         if wrong:
             raise DigestMismatch(
@@ -154,3 +172,20 @@ class Receiver:
                 names=wrong,
             )
         self.tensors += len(bucket.complete)
+        if self._bad and (isinstance(into, streaming.Passing) or bucket is self.plan.buckets[-1]):
+            shown = ", ".join(f"{name} ({counts})" for name, counts in self._bad.items() if counts)
+            more = f" and {len(self._bad) - _SHOWN} more" if len(self._bad) > _SHOWN else ""
+            raise BadValues(
+                f"{len(self._bad)} tensor(s) hold values that an engine must not get: {shown}{more}",
+                hint="Find the step that made them; allow_nonfinite=True lets such an update through",
+                phase=str(Phase.RECEIVE),
+                names=list(self._bad),
+            )
+
+    def _peak(self, index: int) -> finite.Peak | None:
+        """What looks at a tensor's values while its digest is made; None where any are right."""
+        request = self.order.request
+        spec = request.manifest.tensors[index]
+        if request.allow_nonfinite or not finite.watched(spec.dtype):
+            return None
+        return finite.Peak(spec.dtype, self._dtypes.get(spec.name, ""))
