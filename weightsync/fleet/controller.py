@@ -106,7 +106,8 @@ class Controller:
 
     def _show(self) -> None:
         ledger = self._ledger
-        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.ready, ledger.current is not None)
+        busy = ledger.current is not None
+        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.rewinds, ledger.ready, busy)
 
     # --- one update ----------------------------------------------------------------------------
 
@@ -120,11 +121,8 @@ class Controller:
             self._recorder.refused(error)
             raise error from None
         async with self._admitting:
-            known = self._ledger.get(request.update_id)
-            if known is not None and known.communicator is not None and not known.state.final:
-                return dict(encode(known.admission))
             try:
-                return dict(encode((await self._admit(request)).admission))
+                return dict(encode((self._ledger.repeated(request) or await self._admit(request)).admission))
             except WeightSyncError as exc:
                 self._recorder.refused(exc)
                 exc.update_id, exc.phase = request.update_id, str(Phase.ADMIT)
@@ -135,6 +133,7 @@ class Controller:
         await self._refresh()  # an engine that died a moment ago must not be counted on
         began = time.monotonic()
         update = self._ledger.admit(request, time.time())
+        self._staged[request.update_id] = asyncio.Event()
         try:
             update.communicator = self._communicator(request, update.engines)
             reports = await asyncio.gather(*(self._begin_engine(update, ordinal) for ordinal in update.engines), return_exceptions=True)
@@ -149,7 +148,6 @@ class Controller:
             raise error from None
         update.move(UpdateState.RECEIVING)
         update.seconds[Phase.ADMIT] = time.monotonic() - began
-        self._staged[request.update_id] = asyncio.Event()
         self._spawn(self._watch(update))
         self._show()
         return update
@@ -298,6 +296,7 @@ class Controller:
                 self._roster.handle(ordinal).commit,
                 request.update_id,
                 request.version,
+                update.rewinds,
                 timeout_seconds=sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds,
                 engine=ordinal,
             )
@@ -328,6 +327,7 @@ class Controller:
             ready=ledger.ready,
             engines=tuple(ledger.engines[ordinal] for ordinal in sorted(ledger.engines)),
             update=last.status if last else None,
+            rewinds=ledger.rewinds,
         )
         return dict(encode(status))
 
