@@ -104,7 +104,8 @@ class Controller:
 
     def _show(self) -> None:
         ledger = self._ledger
-        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.ready, ledger.current is not None)
+        busy = ledger.current is not None
+        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.rewinds, ledger.ready, busy)
 
     # --- one update ----------------------------------------------------------------------------
 
@@ -118,11 +119,8 @@ class Controller:
             self._recorder.refused(error)
             raise error from None
         async with self._admitting:
-            known = self._ledger.get(request.update_id)
-            if known is not None and known.communicator is not None and not known.state.final:
-                return dict(encode(known.admission))
             try:
-                return dict(encode((await self._admit(request)).admission))
+                return dict(encode((self._ledger.repeated(request) or await self._admit(request)).admission))
             except WeightSyncError as exc:
                 self._recorder.refused(exc)
                 exc.update_id, exc.phase = request.update_id, str(Phase.ADMIT)
@@ -133,6 +131,7 @@ class Controller:
         await self._refresh()  # an engine that died a moment ago must not be counted on
         began = time.monotonic()
         update = self._ledger.admit(request, time.time())
+        self._staged[request.update_id] = asyncio.Event()
         try:
             update.communicator = self._communicator(request, update.engines)
             update.staged = self._settings.sync.stage != "none"
@@ -148,7 +147,6 @@ class Controller:
             raise error from None
         update.move(UpdateState.RECEIVING)
         update.seconds[Phase.ADMIT] = time.monotonic() - began
-        self._staged[request.update_id] = asyncio.Event()
         self._spawn(self._watch(update))
         self._show()
         return update
@@ -300,6 +298,7 @@ class Controller:
             ready=ledger.ready,
             engines=tuple(ledger.engines[ordinal] for ordinal in sorted(ledger.engines)),
             update=last.status if last else None,
+            rewinds=ledger.rewinds,
         )
         return dict(encode(status))
 

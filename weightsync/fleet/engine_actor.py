@@ -27,10 +27,11 @@ import uvicorn
 
 from weightsync import config
 from weightsync.codec import encode
-from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, VerdictNotOk, WeightSyncError
+from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
+from weightsync.fleet.salt import Salt
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
 
@@ -57,6 +58,10 @@ class EngineActor:
         self._reason = "starting"
         self._version: int | None = None
         self._update_id: str | None = None
+        self._rewinds = 0  # that lie before the version held
+        self._highest = -1  # version that this process has served
+        self._settled = asyncio.Event()  # unset while an update is applied
+        self._settled.set()
         self._url = ""
         self._workers = 0
         self._starting: asyncio.Task[None] | None = None
@@ -74,6 +79,7 @@ class EngineActor:
 
     async def _start(self) -> None:
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
+        self._engine.check_caches(self._settings.sync.caches)
         reports = await self._engine.rpc("weightsync_describe")
         self._workers = len(reports)
         for report in reports:
@@ -84,7 +90,8 @@ class EngineActor:
             kept = sum(report["checks"].get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
-        gate = Gate(application, self._token(), self._refusal, self._settings.api.max_request_bytes)
+        inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
+        gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
         sock = socket.create_server((self._settings.api.host, self._port()))
         self._server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
@@ -108,6 +115,11 @@ class EngineActor:
         if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:
             return None
         return self._reason or str(self._state)
+
+    async def _settled_version(self) -> int | None:
+        """The version that a request which begins now is computed with; waits while one is being applied."""
+        await self._settled.wait()
+        return self._version
 
     @answers
     async def describe(self) -> dict[str, Any]:
@@ -146,6 +158,7 @@ class EngineActor:
             workers=self._workers,
             vllm_version=vllm_api.installed()[1],
             reason="" if self._state == EngineState.SERVING else self._reason,
+            rewinds=self._rewinds,
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url)}
 
@@ -169,10 +182,10 @@ class EngineActor:
         return await self._live().rpc("weightsync_abort", update_id)
 
     @answers
-    async def commit(self, update_id: str, version: int) -> dict[str, Any]:
+    async def commit(self, update_id: str, version: int, rewinds: int) -> dict[str, Any]:
         """Apply a staged update; the verdict. A repeated call waits for the same one."""
         if update_id not in self._commits:
-            self._commits = {update_id: asyncio.create_task(self._commit(update_id, version))}
+            self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
         verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
         return verdict
 
@@ -180,6 +193,16 @@ class EngineActor:
         if self._engine is None or not self._engine.alive:
             raise EngineDied(f"engine {self._ordinal} has no running vLLM ({self._reason})", engine=self._ordinal, hint="See its log")
         return self._engine
+
+    async def _settle(self, update_id: str, version: int, rewinds: int) -> EngineVerdict:
+        self._settled.clear()
+        try:
+            verdict = await self._commit(update_id, version)
+            if verdict.committed:
+                self._rewinds = rewinds
+            return verdict
+        finally:
+            self._settled.set()
 
     async def _commit(self, update_id: str, version: int) -> EngineVerdict:
         before = (self._state, self._reason)
@@ -196,10 +219,7 @@ class EngineActor:
             await transaction.bring()
             transaction.phase = Phase.RESUME
             start = time.monotonic()
-            if self._settings.sync.reset_caches and not await engine.reset_caches():
-                raise VerdictNotOk("caches of the old weights could not be dropped", hint="Sync again; see the engine's log")
-            await engine.set_version(version)
-            await engine.resume()
+            await self._go_on(engine, version)
             transaction.seconds[Phase.RESUME] = time.monotonic() - start
         except WeightSyncError as exc:
             return await self._failed(exc, update_id, transaction, before, began)
@@ -208,6 +228,16 @@ class EngineActor:
             return await self._failed(error, update_id, transaction, before, began)
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, update_id
         return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, transaction.seconds, transaction.checks)
+
+    async def _go_on(self, engine: vllm_api.Engine, version: int) -> None:
+        """What follows a verdict that is ok: caches by the policy, then the version, then requests."""
+        policy = self._settings.sync.caches
+        # Under salt a version is the name of what was cached with it: one that comes again must find nothing.
+        if policy == "reset" or (policy == "salt" and version <= self._highest):
+            await engine.reset_caches()
+        self._highest = max(self._highest, version)
+        await engine.set_version(version)
+        await engine.resume()
 
     async def _failed(
         self, error: WeightSyncError, update_id: str, transaction: Transaction | None, before: tuple[EngineState, str], began: float

@@ -107,7 +107,8 @@ class Roster:
         most = sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds + (0 if update.staged else request.timeout_seconds)
         try:
             commit = self._handle(ordinal).commit
-            return decode(EngineVerdict, await call(commit, request.update_id, request.version, timeout_seconds=most, engine=ordinal))
+            answer = await call(commit, request.update_id, request.version, update.rewinds, timeout_seconds=most, engine=ordinal)
+            return decode(EngineVerdict, answer)
         except Exception as raised:
             exc = raised if isinstance(raised, WeightSyncError) else InternalError(f"{type(raised).__name__}: {raised}")
             exc.update_id, exc.engine, exc.phase = request.update_id, ordinal, str(Phase.APPLY)
