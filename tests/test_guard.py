@@ -81,6 +81,8 @@ def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any, gra
     model.layer.kernel.scale = torch.full((2, 2), 3.0)
     assert held.scalars_changed() == ["model.layer.kernel.scale_float"]
     done = held.repair()
+    assert held.relaid(done) == ["model.layer.kernel.scale"]
+    assert held.relaid(Adoption(changed_layout={"model.layer.eager": "no graph reads it"})) == []
     found = held.verify(done)
     assert {(f.what, f.path) for f in found.faults} == {
         (What.CHANGED_LAYOUT, "model.layer.kernel.scale"), (What.SCALAR, "model.layer.kernel.scale_float")

@@ -107,7 +107,10 @@ class TestAnUpdate:
         )
         lazies.note_captured = lazies.changed.clear
         guard = SimpleNamespace(
-            sealed=SimpleNamespace(counts={"graphs": 3}), scalars_changed=lambda: ["model.k_scale_float"], seal=lambda: done.append("seal")
+            sealed=SimpleNamespace(counts={"graphs": 3}),
+            scalars_changed=lambda: ["model.k_scale_float"],
+            relaid=lambda repaired: list(repaired.changed_layout),
+            seal=lambda: done.append("seal"),
         )
         vars(made).update(
             _lazies=_Sized(1, lazies),
@@ -118,6 +121,7 @@ class TestAnUpdate:
             _released=False,
             _checks={},
             _seconds={},
+            _repaired=Adoption(),
         )
         return made
 
@@ -132,6 +136,17 @@ class TestAnUpdate:
         worker._recapture()
         assert done == []
         worker._lazies.changed.append("model.impl.bmm1_scale")
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_a_changed_layout_costs_a_capture_too_and_what_stood_against_the_old_seal_is_over(self, worker: Any, done: list[str]) -> None:
+        worker._guard.scalars_changed = list
+        worker._repaired = Adoption(
+            adopted=["model.b"], changed_layout={"model.a": "was"}, conflicts={"model.c": "two"}, failed={"model.d": "meta"}
+        )
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+        assert worker._repaired == Adoption(adopted=["model.b"])
         worker._recapture()
         assert done == ["recapture", "seal"]
 

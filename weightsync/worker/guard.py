@@ -149,6 +149,10 @@ class Guard:
         now = self._now()[1]
         return [path for path, value in self.contract.scalars.items() if not same_number(value, now.get(path))]
 
+    def relaid(self, repaired: Adoption) -> list[str]:
+        """Sealed paths that a repair found with another layout: a captured kernel goes by the old one."""
+        return [path for path in repaired.changed_layout if path in self.contract.places]
+
     def repair(self) -> Adoption:
         """Bring back what a reload has moved. The engine must be paused."""
         began = time.monotonic()
