@@ -4,7 +4,7 @@
 load runs in, and checks that every tensor of the manifest was taken and that every
 layer is complete. `verify`, once all workers have got so far, takes back what the
 model's first run had cached and lets it run once, and has the guard bring back what
-moved. Where numbers have changed that captured graphs hold, they are captured anew.
+moved. Where numbers or layouts have changed that captured graphs hold, they are captured anew.
 Then it checks that every registered parameter and buffer lies at the address, layout
 and dtype it had at the start, and that the storage contract holds.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,14 +248,14 @@ class Applier:
         return counts
 
     def _recapture(self) -> None:
-        """Capture graphs anew where a number has changed that they hold, or an earlier capture did not end well."""
+        """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
             return
-        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed})
+        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
         if changed or self._released:
             logger.log(
                 logging.DEBUG if self._recaptured else logging.WARNING,
-                "capturing CUDA graphs anew: %d number(s) that they hold have changed (%s)",
+                "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
                 *(len(changed), ", ".join(changed[:5])),
             )
             began = time.monotonic()
@@ -262,6 +263,8 @@ class Applier:
             self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
             vllm_compat.recapture(self._runner, self.vllm_config, release)
             self._guard.seal()
+            # What could not be brought back to the old captures' storage is where the new ones read it.
+            self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
             self._lazies.note_captured()
             self._recaptured, self._released = True, False
             self._checks["recaptured"] = len(changed)
