@@ -87,6 +87,18 @@ def test_a_runner_without_what_is_needed_is_refused_and_keeps_its_graphs(done: l
     assert done == []
 
 
+@pytest.mark.parametrize(("eager", "mode", "captures"), [(True, "FULL", False), (False, "NONE", False), (False, "PIECEWISE", True)])
+def test_whether_an_engine_captures_is_read_off_its_configuration(eager: bool, mode: str, captures: bool) -> None:
+    pytest.importorskip("vllm")
+    from vllm.config import CUDAGraphMode
+
+    from weightsync.worker import vllm_compat
+
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode])
+    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=eager), compilation_config=compilation)
+    assert vllm_compat.captures_graphs(config) is captures
+
+
 class TestAnUpdate:
     """The worker's order of work: values, then graphs, then the seal, then the proof."""
 
@@ -150,6 +162,15 @@ class TestAnUpdate:
         worker._recapture()
         assert done == ["recapture", "seal"]
 
+    def test_a_graph_that_outlives_the_capture_holds_the_old_number_and_fails_the_update(self, worker: Any, done: list[str]) -> None:
+        worker._guard.seal = lambda: done.append("seal") or 1
+        with pytest.raises(UnsupportedEngine, match=r"1 captured graph.*were not let go of") as refused:
+            worker._recapture()
+        assert refused.value.names == ("model.k_scale_float",) and "Restart" in refused.value.hint
+        worker._guard.scalars_changed, worker._guard.seal = list, lambda: done.append("seal")
+        worker._recapture()
+        assert done == ["recapture", "seal", "recapture", "seal"], "the capture is owed until it ends well"
+
     def test_a_capture_that_failed_is_made_up_for_though_the_numbers_are_back(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
         def fail(*_: Any) -> None:
             raise RuntimeError("out of memory")
@@ -209,23 +230,28 @@ class TestAnUpdate:
             assert worker._guard.unproven == ("model.grown", "model.scratch")
 
 
-def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures() -> None:
+@pytest.mark.parametrize("outdated", [False, True])
+def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures(outdated: bool) -> None:
     """A worker that failed to load would not be there for the others' collectives, and they would wait for it in an RPC."""
     pytest.importorskip("vllm")
     from weightsync.worker.applier import Applier
 
     reload = _Reload()
-    made = object.__new__(Applier)  # without cached values, a guard or a runner: whatever touches those raises
+    made = object.__new__(Applier)  # without a runner, a repair or a run: whatever touches those raises
     request = SimpleNamespace(update_id="u", manifest=SimpleNamespace(tensors=[SimpleNamespace(name="w")]))
     receiver = SimpleNamespace(order=SimpleNamespace(request=request), tensors=1, nbytes=4, seconds={}, tensor=lambda _: None)
     model = SimpleNamespace(load_weights=list)
     fresh = SimpleNamespace(restore_loaders=lambda _: 0)
     vars(made).update(rank=0, model=model, vllm_config=None, _receiver=receiver, _state="staged", _error=None, _fresh=fresh)
-    vars(made).update(_wrote=False, _heads={}, _checks={}, _seconds={}, _map=SimpleNamespace(filled=dict))
+    sealed: list[bool] = []
+    lazies = SimpleNamespace(note_captured=lambda: sealed.append(made._wrote))
+    guard = SimpleNamespace(outdated=outdated, seal=lambda: sealed.append(made._wrote))
+    vars(made).update(_guard=guard, _lazies=lazies, _wrote=False, _heads={}, _checks={}, _seconds={}, _map=SimpleNamespace(filled=dict))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
         report = made.apply("u")
     assert report.state == "applied" and report.wrote and reload.finished
+    assert sealed == [False, False] * outdated, "what somebody captured meanwhile is sealed before the first write"
 
 
 class _Reload(contextlib.nullcontext[Any]):

@@ -64,7 +64,7 @@ class Applier:
         self._seal = _registered(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
-        graphs, unproven = not vllm_config.model_config.enforce_eager, self._lazies.unrefreshable
+        graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
@@ -200,6 +200,10 @@ class Applier:
         """Write the staged update into the live storage. The engine must be paused."""
         receiver = self._expect(update_id, "staged")
         began = time.monotonic()
+        if self._guard.outdated:
+            # Somebody captured since the seal, and what was captured is still where it was.
+            self._guard.seal()
+            self._lazies.note_captured()
         self._wrote = True
         taken: list[str] = []
 
@@ -253,7 +257,12 @@ class Applier:
             release = vllm_compat.graph_holders(self._runner)
             self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
             vllm_compat.recapture(self._runner, self.vllm_config, release)
-            self._guard.seal()
+            if kept := self._guard.seal():
+                raise UnsupportedEngine(
+                    f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
+                    hint="Restart this engine on the new weights, or start it with enforce_eager",
+                    names=changed,
+                )
             # What could not be brought back to the old captures' storage is where the new ones read it.
             self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
             self._lazies.note_captured()
