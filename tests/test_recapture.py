@@ -201,6 +201,13 @@ class TestAnUpdate:
         worker._recapture()
         assert done == []
 
+    def test_without_graphs_a_changed_layout_costs_a_new_seal(self, worker: Any, done: list[str]) -> None:
+        worker._guard.sealed.counts = {}
+        worker._repaired = Adoption(changed_layout={"model.a": "was"}, conflicts={"model.c": "two"})
+        worker._recapture()
+        worker._recapture()
+        assert done == ["seal"] and worker._repaired == Adoption(conflicts={"model.c": "two"})
+
     def test_what_was_taken_back_is_put_there_again_when_the_run_fails(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
         def fail(_: Any) -> None:
             raise RuntimeError("out of memory")

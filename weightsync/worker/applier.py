@@ -245,6 +245,9 @@ class Applier:
     def _recapture(self) -> None:
         """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
+            if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
+                self._guard.seal()
+                self._repaired = replace(self._repaired, changed_layout={})
             return
         changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
         if changed or self._released:
