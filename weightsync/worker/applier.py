@@ -66,7 +66,7 @@ class Applier:
         self._seal = _registered(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
-        graphs, unproven = not vllm_config.model_config.enforce_eager, self._lazies.unrefreshable
+        graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
@@ -210,6 +210,10 @@ class Applier:
         if (streamed and self._state != "staged") or (self._state == "failed" and not self._wrote):
             return self.report()
         began = time.monotonic()
+        if self._guard.outdated and not self._wrote:
+            # Somebody captured since the seal, and what was captured is still where it was.
+            self._guard.seal()
+            self._lazies.note_captured()
         try:
             incoming = self._incoming(receiver)
             if isinstance(incoming, Streamed):
@@ -250,9 +254,13 @@ class Applier:
     def _recapture(self) -> None:
         """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
+            if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
+                self._guard.seal()
+                self._repaired = replace(self._repaired, changed_layout={})
             return
         changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
-        if changed or self._released:
+        # Graphs that were captured while an update was half done read what nobody had sealed.
+        if changed or self._released or self._guard.outdated:
             logger.log(
                 logging.DEBUG if self._recaptured else logging.WARNING,
                 "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
@@ -262,7 +270,12 @@ class Applier:
             release = vllm_compat.graph_holders(self._runner)
             self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
             vllm_compat.recapture(self._runner, self.vllm_config, release)
-            self._guard.seal()
+            if kept := self._guard.seal():
+                raise UnsupportedEngine(
+                    f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
+                    hint="Restart this engine on the new weights, or start it with enforce_eager",
+                    names=changed,
+                )
             # What could not be brought back to the old captures' storage is where the new ones read it.
             self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
             self._lazies.note_captured()
