@@ -37,8 +37,7 @@ from weightsync.transport import communicator as communicator_module
 from weightsync.transport import rendezvous
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket, plan_buckets
-from weightsync.worker import loadmap
-from weightsync.worker import receiver as receiver_module
+from weightsync.worker import loadmap, staging
 from weightsync.worker.receiver import Receiver
 
 CPU = torch.device("cpu")
@@ -138,7 +137,7 @@ class Run:
         self.events: list[str] = []
         self.error: WeightSyncError | None = None
         order = order_of(offered, bucket_bytes, allow_nonfinite=allow_nonfinite)
-        self.receiver = Receiver(order, 0, CPU, lambda: worker, dtypes)
+        self.receiver = Receiver(order, 0, CPU, CPU, lambda: worker, dtypes)
         self.receiver.start()
         sender = sender_class(
             offered, plan_buckets(offered.manifest, bucket_bytes), lambda sent, total: self.progress.append((sent, total))
@@ -164,8 +163,8 @@ class Run:
     def arrived(self) -> dict[str, torch.Tensor]:
         assert self.error is None
         assert self.receiver.error is None
-        assert self.receiver.staged
-        return {name: self.receiver.tensor(index) for index, name in enumerate(self.names)}
+        assert self.receiver.ready
+        return {name: self.receiver.held().tensor(index) for index, name in enumerate(self.names)}
 
 
 def assert_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -207,12 +206,12 @@ def test_several_updates_travel_over_one_communicator(pair: Pair) -> None:
 
 def test_staged_tensors_are_views_of_the_staging_and_go_with_it(pair: Pair) -> None:
     run = Run(pair, {"w": random_tensor(10)})
-    staging = run.receiver.staging
+    staging = run.receiver.held().data
     assert staging is not None
-    assert run.receiver.tensor(0).data_ptr() == staging.data_ptr()
+    assert run.receiver.held().tensor(0).data_ptr() == staging.data_ptr()
     run.receiver.discard()
-    with pytest.raises(AssertionError, match="discarded"):
-        run.receiver.tensor(0)
+    with pytest.raises(InternalError, match="let go of"):
+        run.receiver.held().tensor(0)
 
 
 def test_dtypes_of_different_width_share_a_bucket_and_stay_aligned(pair: Pair) -> None:
@@ -246,7 +245,7 @@ def test_views_of_an_earlier_bucket_keep_their_values_while_later_ones_and_the_n
         def on_read(self) -> None:
             super().on_read()
             assert 0 < self.receiver.tensors < len(want)  # buckets are still to come
-            held.update({name: self.receiver.tensor(index) for index, name in enumerate(self.names)})
+            held.update({name: self.receiver.held().tensor(index) for index, name in enumerate(self.names)})
 
     run = Holding(lambda: one, want, Poisoning)
     assert_same_bits(run.arrived(), want)
@@ -340,7 +339,7 @@ def test_a_bit_that_flips_on_its_way_is_found_and_its_tensor_named(pair: Pair, v
     assert error.names == (victim,)
     assert victim in error.message
     assert error.retryable
-    assert not run.receiver.staged
+    assert not run.receiver.ready
 
 
 def send_in_peer(state: dict[str, Any], info: CommunicatorInfo, tensors: dict[str, torch.Tensor]) -> None:
@@ -363,11 +362,11 @@ def receive_in_peer(
             tensor[flip[1]] ^= flip[2]
 
     communicator.broadcast = flipping  # type: ignore[method-assign]
-    receiver = Receiver(order_of(offer(tensors)), 0, CPU, lambda: communicator)
+    receiver = Receiver(order_of(offer(tensors)), 0, CPU, CPU, lambda: communicator)
     receiver.start()
     receiver._thread.join(20)
     communicator.close()
-    return receiver.staged, receiver.error
+    return receiver.ready, receiver.error
 
 
 def test_a_byte_that_changes_between_two_processes_is_found_and_its_tensor_named() -> None:
@@ -414,7 +413,7 @@ def test_nan_and_infinity_are_refused_by_name_with_their_counts(pair: Pair) -> N
     assert "3 tensor(s)" in error.message
     assert "w1 (2 NaN of 700), w4 (1 infinite of 700), w7 (1 NaN, 1 infinite of 3)" in error.message
     assert not error.retryable and "allow_nonfinite" in error.hint
-    assert not run.receiver.staged
+    assert not run.receiver.ready
     # The trainer's side has sent everything, so that its call learns of all of them from the engine.
     assert run.error is None
     assert len(run.progress) == len(run.receiver.plan.buckets) > 3
@@ -495,20 +494,19 @@ def test_a_tensor_that_changes_while_it_is_read_is_not_staged_as_something_it_ne
 
 @pytest.mark.parametrize(("free", "fits"), [(0, False), (49_999, False), (50_001, True)])
 def test_an_update_that_does_not_fit_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
-    monkeypatch.setattr(receiver_module.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=free))
-    monkeypatch.setattr(receiver_module, "_MEMORY_SHARE", 0.8)
+    monkeypatch.setattr(staging.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=free))
     order = order_of(offer({"w": torch.zeros(10_000)}))
     assert plan_buckets(order.request.manifest, BUCKET).stream_bytes == 40_000
     if fits:
-        Receiver(order, 0, CPU, lambda: pytest.fail("must not connect yet"))
+        Receiver(order, 0, CPU, CPU, lambda: pytest.fail("must not connect yet"))
     else:
         with pytest.raises(MemoryRefused, match=rf"40000 bytes of host memory and {free} are free"):
-            Receiver(order, 0, CPU, lambda: pytest.fail("must not connect yet"))
+            Receiver(order, 0, CPU, CPU, lambda: pytest.fail("must not connect yet"))
 
 
 def test_a_trainer_with_another_bucket_plan_is_refused() -> None:
     with pytest.raises(InternalError, match="different bucket plans"):
-        Receiver(order_of(offer({"w": torch.zeros(3)}), plan_hash="0" * 64), 0, CPU, lambda: pytest.fail("must not connect"))
+        Receiver(order_of(offer({"w": torch.zeros(3)}), plan_hash="0" * 64), 0, CPU, CPU, lambda: pytest.fail("must not connect"))
 
 
 # --- ends --------------------------------------------------------------------------------------
@@ -516,7 +514,7 @@ def test_a_trainer_with_another_bucket_plan_is_refused() -> None:
 
 def waiting_receiver(pair: Pair, timeout_seconds: float) -> tuple[Receiver, Communicator]:
     trainer, worker = pair()
-    receiver = Receiver(order_of(offer({"w": torch.zeros(3)}), timeout_seconds=timeout_seconds), 0, CPU, lambda: worker)
+    receiver = Receiver(order_of(offer({"w": torch.zeros(3)}), timeout_seconds=timeout_seconds), 0, CPU, CPU, lambda: worker)
     receiver.start()
     return receiver, trainer
 
@@ -524,7 +522,7 @@ def waiting_receiver(pair: Pair, timeout_seconds: float) -> tuple[Receiver, Comm
 def ended(receiver: Receiver) -> WeightSyncError:
     receiver._thread.join(5)
     assert not receiver._thread.is_alive()
-    assert not receiver.staged
+    assert not receiver.ready
     assert receiver.error is not None
     return receiver.error
 
@@ -556,7 +554,7 @@ def test_a_receiver_whose_trainer_leaves_ends_at_once(pair: Pair) -> None:
 
 def test_a_failed_receivers_error_does_not_hold_the_staged_bytes(pair: Pair) -> None:
     receiver, trainer = waiting_receiver(pair, 30.0)
-    staged = weakref.ref(receiver.staging)
+    staged = weakref.ref(receiver.held().data)
     trainer.close()
     assert isinstance(ended(receiver), TransportFailed)
     receiver.discard()
@@ -572,7 +570,7 @@ def test_a_receiver_reports_why_it_could_not_connect() -> None:
         raise RuntimeError("a bug")
 
     for connect, words in ((refused, "nobody came"), (broken, "RuntimeError: a bug")):
-        receiver = Receiver(order_of(offer({"w": torch.zeros(3)})), 0, CPU, connect)
+        receiver = Receiver(order_of(offer({"w": torch.zeros(3)})), 0, CPU, CPU, connect)
         receiver.start()
         assert words in ended(receiver).message
 

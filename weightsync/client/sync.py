@@ -140,6 +140,7 @@ class WeightSync:
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
         allow_nonfinite: bool | None = None,
+        rewind: bool = False,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -150,6 +151,7 @@ class WeightSync:
             timeout_seconds: deadline of the whole call.
             progress: called with (bytes sent, bytes in all) behind each bucket.
             allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
+            rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -157,7 +159,9 @@ class WeightSync:
                 message names them.
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
-        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress, allow_nonfinite=allow_nonfinite)
+        published = self.publish(
+            source, version, timeout_seconds=timeout_seconds, progress=progress, allow_nonfinite=allow_nonfinite, rewind=rewind
+        )
         return self.commit(published)
 
     def publish(
@@ -168,6 +172,7 @@ class WeightSync:
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
         allow_nonfinite: bool | None = None,
+        rewind: bool = False,
     ) -> Published:
         """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
 
@@ -181,7 +186,7 @@ class WeightSync:
                 raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
             timeout = self._timeout if timeout_seconds is None else timeout_seconds
             allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
-            request, plan = self._request(offered, version, timeout, allow)
+            request, plan = self._request(offered, version, timeout, allow, rewind)
             seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
             answer = self._http.post("/v1/updates", encode(request), seconds)
             published = Published(decode(Admission, answer), request, began)
@@ -201,7 +206,8 @@ class WeightSync:
         if published is None:
             raise Refused("nothing has been published", hint="Call publish() first")
         try:
-            self._watch(published)
+            if published.admission.staged:  # else the bytes go on only when the engines apply them
+                self._watch(published)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
             data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _CONTROL_SECONDS)
@@ -214,7 +220,7 @@ class WeightSync:
         return self._report(published, decode(UpdateStatus, data))
 
     def _request(
-        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False
+        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool, rewind: bool
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
@@ -233,6 +239,7 @@ class WeightSync:
                 torch_version=torch.__version__,
                 nccl_version=nccl,
                 allow_nonfinite=allow_nonfinite,
+                rewind=rewind,
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
@@ -323,7 +330,8 @@ class WeightSync:
         self._published = None
         if status.state != UpdateState.COMMITTED:
             self._leave()
-            raise _failure(status)
+            raise _failure(status) from published._error
+        published._done.wait(_CONTROL_SECONDS)  # what was not staged may have its last callback still to run
         seconds = {**status.seconds, **published._seconds, "total": time.monotonic() - published._began}
         return SyncReport(
             update_id=status.update_id,
