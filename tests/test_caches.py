@@ -103,10 +103,12 @@ def reset(resetting: Fleet, tensors: Any) -> Iterator[tuple[WeightSync, Asked, P
 
 def across_an_update(sync: WeightSync, asked: Asked, weights: Any, count: int) -> list[dict[str, Any]]:
     """This many generations that are all under way when the update comes."""
+    published = sync.publish(weights)  # sent before they begin, so that only the applying falls into them
+    assert published.tensors_read(60)
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(asked.in_flight, number) for number in range(count)]
         wait_until(lambda: len(asked.begun) == count and all(n >= 8 for n in asked.begun.values()), what="tokens of every request")
-        sync.sync_weights(weights)
+        sync.commit(published)
         return [request.result() for request in running]
 
 
