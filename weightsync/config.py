@@ -192,7 +192,9 @@ class Settings(BaseSettings):
     def _salt_reaches_every_cache(self) -> Settings:
         if self.sync.caches == "salt" and self.engine.extra.get("kv_transfer_config"):
             # Some connectors key what they keep by tokens alone; then old entries would answer new requests.
-            raise ValueError("sync.caches reset or retain with a kv_transfer_config: not every connector heeds cache_salt")
+            raise ValueError(
+                "sync.caches: got 'salt' with a kv_transfer_config, want reset or retain: not every connector heeds cache_salt"
+            )
         return self
 
     @property
@@ -313,6 +315,8 @@ def _complaint(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key"
     want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not key:  # of several keys together, and says which itself
+        return want
     return f"{key}: got {_shown(key, error['input'])}, want {want}"
 
 
