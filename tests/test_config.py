@@ -213,6 +213,8 @@ def test_what_the_worker_is_told_comes_from_the_settings_and_leaves_other_additi
     settings = load({"engine.model": model, "engine.extra": extra, "engine.strict": "true", "engine.unknown_vllm": "observe"})
     told = worker_arguments(settings.engine)["additional_config"]
     assert told == {"theirs": 1, "weightsync": {"strict": True, "unknown_vllm": "observe"}}
+    frozen = worker_arguments(load({"engine.model": model, "engine.frozen": ["visual.*"]}).engine)["additional_config"]
+    assert frozen == {"weightsync": {"strict": False, "unknown_vllm": "refuse", "frozen": ["visual.*"]}}
     assert "engine.strict and engine.unknown_vllm" in refused({"engine.model": model, "engine.extra": {"additional_config": told}})
 
 

@@ -30,7 +30,7 @@ from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefus
 from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
-from weightsync.worker import guard, loadmap, vllm_compat
+from weightsync.worker import admission, guard, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
+        self._frozen = admission.frozen_names(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
         if missing := vllm_compat.missing_layers(model, self._base.filled()):
             raise UnsupportedEngine(
                 f"{len(missing)} layer(s) that a checkpoint is loaded into are gone from the live model: {', '.join(missing[:3])}",
@@ -117,8 +118,8 @@ class Applier:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
             self.abort(current.order.request.update_id)
-        self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
-        self._heads = loadmap.tied_heads(self._map) if self._tied else {}
+        self._map = admission.admit(order.request.manifest, self._base, self._twin, self._tied, self._frozen)
+        self._heads = admission.tied_heads(self._map) if self._tied else {}
         self._receiver = Receiver(order, self.rank, self._landing(order), lambda: self._connect(order))
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
@@ -185,7 +186,7 @@ class Applier:
 
     def _other_heads(self, receiver: Receiver) -> WeightSyncError | None:
         """An output head that was sent beside the embedding it is tied to, with other values."""
-        index = {spec.name: number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
+        index = {self._map.name(spec.name): number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
         for head, sources in self._heads.items():
             if all(receiver.digests[index[head]] != receiver.digests[index[source]] for source in sources):
                 return ManifestRefused(
@@ -204,8 +205,9 @@ class Applier:
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for index, spec in enumerate(receiver.order.request.manifest.tensors):
-                if spec.name not in self._heads:  # a cold load passes over it; a reload would write it into the embedding
-                    yield spec.name, receiver.tensor(index)
+                name = self._map.name(spec.name)
+                if name not in self._heads:  # a cold load passes over it; a reload would write it into the embedding
+                    yield name, receiver.tensor(index)
                 taken.append(spec.name)
 
         restored = self._fresh.restore_loaders(self.model)
