@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -438,3 +439,166 @@ def test_frozen_experts_may_come_in_another_layout(checkpoint: Any, tmp_path: Pa
 def test_a_pattern_that_matches_nothing_is_an_error_at_the_start(engine: Any) -> None:
     with pytest.raises(ConfigError, match=r"engine.frozen: 'visaul.\*' matches no tensor"):
         engine("qwen3").admit(engine("qwen3").shapes, frozen=("model.*", "visaul.*"))
+
+
+# --- with values -------------------------------------------------------------------------------
+
+
+def loaded(target: Engine, tensors: Mapping[str, torch.Tensor], process: bool = False) -> torch.nn.Module:
+    """The model itself on a CPU, with these weights; `process` makes it what an engine serves."""
+    from vllm.model_executor.model_loader import utils
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from weightsync.worker import vllm_compat
+
+    target.config.compilation_config.static_forward_context = {}
+    with vllm_compat.cold_load_context(target.config):
+        model = utils.initialize_model(vllm_config=target.config)
+        layerwise.record_metadata_for_reloading(model)
+        model.load_weights(iter(tensors.items()))
+        if process:
+            utils.process_weights_after_loading(model, target.config.model_config, torch.device("cpu"))
+    return model
+
+
+def numbered(shapes: Shapes) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights with each layer's experts in two tensors."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in (f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)):
+        gate, up, down = ([tensors[f"{prefix}.{e}.{kind}_proj.weight"] for e in range(EXPERTS)] for kind in ("gate", "up", "down"))
+        found[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        found[f"{prefix}.down_proj"] = torch.stack(down)
+    return found
+
+
+def test_each_of_two_ranks_takes_its_own_slice_of_whole_experts(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import get_tp_group
+
+    inner, ranks = 96, []
+    monkeypatch.setattr(get_tp_group(), "world_size", 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+        target = mixture(tmp_path, checkpoint, inner)
+        tensors = numbered(target.shapes)
+        whole = stacked(tensors)
+        found = target.admit({name: tuple(tensor.shape) for name, tensor in whole.items()})
+        assert found.filled() == target.base.filled()
+        one, other = loaded(target, tensors).state_dict(), loaded(target, whole).state_dict()
+        assert all(torch.equal(one[path], other[path]) for path in one)
+        ranks.append(other)
+    expert = "model.layers.1.mlp.experts"
+    w13, w2 = (
+        [rank[next(path for path in rank if path.startswith(expert) and path.endswith(end))] for rank in ranks]
+        for end in ("w13_weight", "w2_weight")
+    )
+    assert w13[0].shape == (EXPERTS, inner, HIDDEN)
+    gates, ups = zip(*(part.chunk(2, dim=1) for part in w13), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], dim=1), whole[f"{expert}.gate_up_proj"])
+    assert torch.equal(torch.cat(w2, dim=2), whole[f"{expert}.down_proj"])
+
+
+def test_a_reload_keeps_a_layer_that_nothing_is_sent_for_and_would_empty_what_is_left_out_of_one(engine: Any, tensors: Any) -> None:
+    """Why frozen tensors may be left out layer by layer only."""
+    from vllm.config import set_current_vllm_config
+
+    from weightsync.worker import vllm_compat
+
+    target, one, two = engine("qwen3"), tensors("qwen3", 1), tensors("qwen3", 2)
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def reload_without(*left_out: str) -> dict[str, torch.Tensor]:
+        fresh = vllm_compat.draw(target.config)[1]
+        model = loaded(target, one, process=True)
+        with set_current_vllm_config(target.config):
+            with vllm_compat.Reload(model, target.config, fresh) as reload:
+                model.load_weights((name, tensor) for name, tensor in two.items() if not any(part in name for part in left_out))
+                reload.finish()
+            layer = model.get_submodule("model.layers.0")
+            found = dict(zip("qkv", layer.self_attn.qkv_proj(x)[0].split([128, 64, 64], dim=1), strict=True))
+        return {**found, "embedding": model.get_parameter("model.embed_tokens.weight"), "norm": layer.input_layernorm.weight}
+
+    def made(from_: Any, part: str) -> torch.Tensor:
+        return x @ from_[f"model.layers.0.self_attn.{part}_proj.weight"].T
+
+    found = reload_without("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj", "embed_tokens")
+    assert all(torch.equal(found[part], made(one, part)) for part in "qkv")
+    assert torch.equal(found["embedding"], one["model.embed_tokens.weight"])
+    assert torch.equal(found["norm"], two["model.layers.0.input_layernorm.weight"])
+    found = reload_without("layers.0.self_attn.k_proj")
+    assert torch.equal(found["q"], made(two, "q")) and not found["k"].any(), "neither the old values nor the new"
+
+
+# --- what no model of vLLM's shows -------------------------------------------------------------
+
+
+class Toy(torch.nn.Module):
+    """Two parameters on meta, and a loader of one's choice."""
+
+    def __init__(self, load: Callable[[Any, list[tuple[str, torch.Tensor]]], None]) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.empty(4, 2, device="meta"), requires_grad=False) for _ in "ab")
+        self._load = load
+
+    def load_weights(self, weights: Any) -> None:
+        self._load(self, weights)
+
+
+def copy_each(model: Any, weights: Any) -> None:
+    for name, tensor in weights:
+        getattr(model, name.rpartition(".")[2]).copy_(tensor)
+
+
+def specs(*names: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, "float32", (4, 2)) for name in names)
+
+
+def test_a_loader_that_holds_all_tensors_back_is_seen_by_what_it_copies() -> None:
+    found = loadmap().record(Toy(lambda model, weights: copy_each(model, list(weights))), specs("x.a", "x.b"))
+    assert {name: places[0][0] for name, places in found.writes.items()} == {"x.a": "a", "x.b": "b"}
+
+
+def test_a_name_that_may_mean_two_is_refused_with_both() -> None:
+    from weightsync.worker import admission
+
+    base = loadmap().record(Toy(copy_each), specs("x.module.a", "module.x.a", "b"))
+    with pytest.raises(ManifestRefused, match=r"1 ambiguous: module.x.module.a may be x.module.a or module.x.a") as caught:
+        admission.admit(Manifest(specs("module.x.module.a", "b")), base, lambda: Toy(copy_each), tied=False)
+    assert caught.value.names == ("module.x.module.a",)
+
+
+def test_a_loader_that_refuses_a_tensor_of_its_own_checkpoint_is_quoted_and_the_trainers_name_given() -> None:
+    from weightsync.worker import admission
+
+    def refuse(model: Any, weights: Any) -> None:
+        for name, _ in weights:
+            if name == "x.b":
+                raise ValueError("scales must be equal")
+
+    base = loadmap().record(Toy(copy_each), specs("x.a", "x.b"))
+    with pytest.raises(ManifestRefused, match=r"^the model's loader refused 'x.b': scales must be equal") as caught:
+        admission.admit(Manifest(specs("_orig_mod.x.b", "x.a", "x.c")), base, lambda: Toy(refuse), tied=False)
+    assert caught.value.names == ("_orig_mod.x.b",) and caught.value.hint
+
+
+def test_a_part_of_a_tensor_that_the_loader_leaves_is_counted() -> None:
+    from weightsync.worker import admission
+
+    def half(model: Any, weights: Any) -> None:
+        for name, tensor in weights:
+            getattr(model, name.rpartition(".")[2])[:1].copy_(tensor[:1])
+
+    base = loadmap().record(Toy(copy_each), specs("x.a", "x.b"))
+    with pytest.raises(
+        ManifestRefused, match=r"^2 missing: 6 of x.b's elements, 6 of x.a's elements|^2 missing: 6 of x.a's elements, 6 of x.b's"
+    ):
+        admission.admit(
+            Manifest(specs("x.b", "x.a", "x.c")[:2]),
+            dataclasses.replace(base, specs=base.specs | {"y": specs("y")[0]}),
+            lambda: Toy(half),
+            tied=False,
+        )

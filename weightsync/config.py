@@ -85,6 +85,13 @@ class EngineSettings(_Section):
             raise ValueError("a folder that holds config.json")
         return value.resolve()
 
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _frozen_is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError('a list of patterns, such as ["visual.*"]')
+        return value
+
     @field_validator("extra")
     @classmethod
     def _extra_leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def admit(
         raise ManifestRefused("the manifest is empty: no tensor was given", hint="Pass a model or (name, tensor) pairs")
     resolved = naming.resolve([spec.name for spec in manifest.tensors], base.specs)
     _require_meaning(resolved)
-    specs = [dataclasses.replace(spec, name=resolved.names.get(spec.name, spec.name)) for spec in manifest.tensors]
+    specs = [dataclasses.replace(s, name=resolved.names[s.name]) if s.name in resolved.names else s for s in manifest.tensors]
     offered = {spec.name: spec for spec in specs}
     if offered == base.specs:
         return dataclasses.replace(base, names=resolved.names)

@@ -12,6 +12,7 @@ equal one, so that a comparison errs on the side of a refusal.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 #: Parameter path, first element, shape, stride; made by `region`.
@@ -94,8 +95,16 @@ class _Part:
 
     def __init__(self, places: Iterable[Region]) -> None:
         self._places = sorted(places, key=lambda place: place[1])
-        steps = sorted({1, *(step for place in self._places for step in place[3])}, reverse=True)
-        self._boxes = {place: _box(place, steps) for place in self._places}
+        self._boxes: dict[Region, _Box | None] = {}  # few are asked for: most regions lie behind one another
+
+    @functools.cached_property
+    def _steps(self) -> list[int]:
+        return sorted({1, *(step for place in self._places for step in place[3])}, reverse=True)
+
+    def _box(self, place: Region) -> _Box | None:
+        if place not in self._boxes:
+            self._boxes[place] = _box(place, self._steps)
+        return self._boxes[place]
 
     def crossing(self) -> list[tuple[Region, Region]]:
         """Pairs of regions that have elements in common."""
@@ -108,7 +117,7 @@ class _Part:
         return found
 
     def _meet(self, one: Region, other: Region) -> bool:
-        a, b = self._boxes[one], self._boxes[other]
+        a, b = self._box(one), self._box(other)
         return a is None or b is None or _common(a, b) is not None
 
     def volume(self) -> int:
@@ -123,11 +132,11 @@ class _Part:
 
     def outside(self, place: Region, others: Sequence[Region]) -> int:
         """Elements of a region that lie in none of the others."""
-        box = self._boxes[place]
+        box = self._box(place)
         if box is None:
             return 0 if place in others else numel(place)
         start, end = place[1], _end(place)
-        near = [cut for other in others if other[1] < end and _end(other) > start and (cut := self._boxes[other]) is not None]
+        near = [cut for other in others if other[1] < end and _end(other) > start and (cut := self._box(other)) is not None]
         return _outside(box, near)
 
 
