@@ -81,6 +81,8 @@ def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any, gra
     model.layer.kernel.scale = torch.full((2, 2), 3.0)
     assert held.scalars_changed() == ["model.layer.kernel.scale_float"]
     done = held.repair()
+    assert held.relaid(done) == ["model.layer.kernel.scale"]
+    assert held.relaid(Adoption(changed_layout={"model.layer.eager": "no graph reads it"})) == []
     found = held.verify(done)
     assert {(f.what, f.path) for f in found.faults} == {
         (What.CHANGED_LAYOUT, "model.layer.kernel.scale"), (What.SCALAR, "model.layer.kernel.scale_float")
@@ -146,6 +148,19 @@ def test_what_only_the_engines_runs_hold_may_be_laid_anew_and_what_the_model_rea
     model.layer.kv_cache = torch.zeros(4, 4)
     (fault,) = held.verify(Adoption()).faults
     assert (fault.what, fault.path) == (What.MOVED, "model.layer.kv_cache")
+
+
+def test_names_that_are_new_after_every_update_are_counted_together_when_there_are_too_many(guard: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(guard, "MAX_NEW_NAMES", 2)
+    model = small()
+    held = guard.Guard(model, None, CPU, graphs=False)
+    for update in range(5):
+        held.note("followed", [f"model.table[{update}]", "model.layer.weight"])
+    held.note("followed", ["model.table[0]"])
+    assert held.report().repaired == {
+        "model.layer.weight": {"followed": 5}, "<other new paths>": {"followed": 3},
+        "model.table[0]": {"followed": 2}, "model.table[1]": {"followed": 1},
+    }  # fmt: skip
 
 
 def test_memory_that_a_graph_still_reads_is_held_over_a_new_seal(guard: Any, graphs: list[Block]) -> None:

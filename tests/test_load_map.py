@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -594,3 +596,26 @@ def test_a_part_of_a_tensor_that_the_loader_leaves_is_counted() -> None:
     base = loadmap().record(Toy(lambda model, weights: copy_each(model, list(weights)[:2])), specs("x.a", "x.b", "metadata"))
     with pytest.raises(ManifestRefused, match=r"^2 missing: 6 of x.a's elements, 6 of x.b's elements. "):
         admission.admit(Manifest(specs("x.a", "x.b")), base, lambda: Toy(half), tied=False)
+
+
+def test_loaders_get_the_engines_names_and_reports_the_trainers_however_tensors_are_held() -> None:
+    from weightsync.transport.packing import plan_buckets
+    from weightsync.worker import admission, staging, streaming
+
+    base = loadmap().record(Toy(copy_each), specs("x.a", "x.b"))
+    manifest = Manifest(specs("module.x.a", "x.b"))
+    found = admission.admit(manifest, base, lambda: Toy(copy_each), tied=False)
+    assert found.loaded_as() == {"module.x.a": "float32", "x.b": "float32"}
+    plan = plan_buckets(manifest, 1 << 20)
+    whole = staging.Whole(manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
+    passing = streaming.Passing(manifest, plan, torch.device("cpu"), time.monotonic() + 10, lambda: False)
+    passing.landed(plan.buckets[0])
+    feeder = threading.Thread(target=passing.hand_over, args=(plan.buckets[0].complete,), daemon=True)
+    feeder.start()
+    for incoming in (whole.update(found, []), passing.update(found, [])):
+        taken: list[str] = []
+        assert [name for name, _ in incoming.stream(taken)] == ["x.a", "x.b"]
+        assert taken == ["module.x.a", "x.b"]
+    skipping: list[str] = []
+    assert [name for name, _ in whole.update(found, ["x.a"]).stream(skipping)] == ["x.b"]
+    assert skipping == ["module.x.a", "x.b"]

@@ -8,9 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from weightsync.client.source import offer
 from weightsync.errors import UnsupportedEngine
 from weightsync.storage.adopt import Adoption
+from weightsync.transport.packing import plan_buckets
+from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.staging import Whole
 
 
 @pytest.fixture
@@ -107,7 +112,10 @@ class TestAnUpdate:
         )
         lazies.note_captured = lazies.changed.clear
         guard = SimpleNamespace(
-            sealed=SimpleNamespace(counts={"graphs": 3}), scalars_changed=lambda: ["model.k_scale_float"], seal=lambda: done.append("seal")
+            sealed=SimpleNamespace(counts={"graphs": 3}),
+            scalars_changed=lambda: ["model.k_scale_float"],
+            relaid=lambda repaired: list(repaired.changed_layout),
+            seal=lambda: done.append("seal"),
         )
         vars(made).update(
             _lazies=_Sized(1, lazies),
@@ -118,6 +126,7 @@ class TestAnUpdate:
             _released=False,
             _checks={},
             _seconds={},
+            _repaired=Adoption(),
         )
         return made
 
@@ -132,6 +141,17 @@ class TestAnUpdate:
         worker._recapture()
         assert done == []
         worker._lazies.changed.append("model.impl.bmm1_scale")
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_a_changed_layout_costs_a_capture_too_and_what_stood_against_the_old_seal_is_over(self, worker: Any, done: list[str]) -> None:
+        worker._guard.scalars_changed = list
+        worker._repaired = Adoption(
+            adopted=["model.b"], changed_layout={"model.a": "was"}, conflicts={"model.c": "two"}, failed={"model.d": "meta"}
+        )
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+        assert worker._repaired == Adoption(adopted=["model.b"])
         worker._recapture()
         assert done == ["recapture", "seal"]
 
@@ -184,12 +204,12 @@ class TestAnUpdate:
         monkeypatch.setattr(f"weightsync.worker.vllm_compat.{step}", fail)
         worker._guard.repair = lambda: done.append("repair") or Adoption()
         request = SimpleNamespace(request=SimpleNamespace(update_id="u"))
-        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, discard=lambda: done.append("discard"))
+        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, error=None, discard=lambda: done.append("discard"))
         vars(worker).update(rank=0, _receiver=receiver, _state="applied", _error=None, _wrote=True)
         report = worker.verify("u")
         assert report.state == "failed" and report.wrote
         assert report.error is not None and "out of memory" in report.error["message"]
-        assert done[0] == "discard" and "seal" not in done
+        assert "seal" not in done and "discard" not in done, "another try needs the staged bytes"
         if step != "run_once":
             assert worker._guard.unproven == ("model.grown", "model.scratch")
 
@@ -201,12 +221,15 @@ def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captur
 
     reload = _Reload()
     made = object.__new__(Applier)  # without cached values, a guard or a runner: whatever touches those raises
-    request = SimpleNamespace(update_id="u", manifest=SimpleNamespace(tensors=[SimpleNamespace(name="w")]))
-    receiver = SimpleNamespace(order=SimpleNamespace(request=request), tensors=1, nbytes=4, seconds={}, tensor=lambda _: None)
+    offered = offer({"w": torch.ones(1)})
+    plan = plan_buckets(offered.manifest, 64)
+    order = SimpleNamespace(request=SimpleNamespace(update_id="u"), stage="host")
+    whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
+    receiver = SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole)
     model = SimpleNamespace(load_weights=list)
     fresh = SimpleNamespace(restore_loaders=lambda _: 0)
     vars(made).update(rank=0, model=model, vllm_config=None, _receiver=receiver, _state="staged", _error=None, _fresh=fresh)
-    vars(made).update(_wrote=False, _heads={}, _checks={}, _seconds={}, _map=SimpleNamespace(filled=dict))
+    vars(made).update(_wrote=False, _heads={}, _checks={}, _seconds={}, _map=LoadMap({}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
         report = made.apply("u")

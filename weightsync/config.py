@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from weightsync.errors import ConfigError
@@ -140,12 +140,27 @@ class SyncSettings(_Section):
     """Deadline of writing the weights and proving them in one engine."""
     history: int = Field(default=200, ge=1, le=10_000)
     """How many finished updates the ledger keeps."""
-    reset_caches: bool = True
-    """Drop prefix, multimodal and encoder caches once after the weights; otherwise old KV entries stay in use."""
+    stage: Literal["auto", "host", "gpu", "none"] = "auto"
+    """Where an update waits beside the live weights until all of it is there; auto takes the GPU if half of its free memory is
+    enough; on a CPU each is the host.
+    With none it takes no memory, and engines stand still while it arrives: one that fails in between leaves them in quarantine."""
+    rollback: Literal["off", "host"] = "off"
+    """After an update that failed twice behind its first write: quarantine the engine until the next one, or bring the last committed
+    update back, of which each worker then keeps a copy in host memory."""
+    caches: Literal["reset", "retain", "salt"] = "reset"
+    """What becomes of prefix, connector, multimodal and encoder caches at an update: dropped once, kept in use, or kept for
+    the requests that began before it, by vLLM's cache_salt."""
     store_host: str = "127.0.0.1"
     """Address of the rendezvous store, in the controller; trainers on other machines need one they can reach."""
     interface: str = ""
     """Network interface of the broadcast; torch chooses when empty."""
+
+    @field_validator("rollback")
+    @classmethod
+    def _a_way_back_needs_bytes(cls, value: str, others: ValidationInfo) -> str:
+        if value != "off" and others.data.get("stage") == "none":
+            raise ValueError("off, as sync.stage is none: bytes that were not staged can't be kept")
+        return value
 
 
 class RaySettings(_Section):
@@ -181,6 +196,13 @@ class Settings(BaseSettings):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?", value):
             raise ValueError("lower-case letters, digits and '-', at most 32")
         return value
+
+    @model_validator(mode="after")
+    def _salt_reaches_every_cache(self) -> Settings:
+        if self.sync.caches == "salt" and self.engine.extra.get("kv_transfer_config"):
+            # Some connectors key what they keep by tokens alone; then old entries would answer new requests.
+            raise ValueError("sync.caches reset or retain with a kv_transfer_config: not every connector heeds cache_salt")
+        return self
 
     @property
     def namespace(self) -> str:

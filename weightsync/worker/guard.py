@@ -30,7 +30,7 @@ import torch
 
 from weightsync.errors import VerdictNotOk
 from weightsync.protocol import ContractReport
-from weightsync.storage.adopt import Adopter, Adoption
+from weightsync.storage.adopt import MAX_NEW_NAMES, Adopter, Adoption
 from weightsync.storage.contract import Contract, Kind, Place, Slot, Verdict, What, compare, same_number
 from weightsync.storage.lookup import Lookup
 from weightsync.storage.owners import resolve_global, rewalk
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _LOGGED = 20
 #: What became of a path in a repair; kept for the report.
 _DONE = ("adopted", "refreshed", "followed", "strays")
+#: Stands for paths that were never sealed, once there have been too many to keep.
+_OTHERS = "<other new paths>"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Guard:
         self._repaired: dict[str, Counter[str]] = {}
         self._verdict: Verdict | None = None
         self._times: dict[str, float] = {}
-        self._seals = self._checks = 0
+        self._seals = self._checks = self._new_names = 0
         self.seal()
 
     def seal(self) -> None:
@@ -147,6 +149,10 @@ class Guard:
         now = self._now()[1]
         return [path for path, value in self.contract.scalars.items() if not same_number(value, now.get(path))]
 
+    def relaid(self, repaired: Adoption) -> list[str]:
+        """Sealed paths that a repair found with another layout: a captured kernel goes by the old one."""
+        return [path for path in repaired.changed_layout if path in self.contract.places]
+
     def repair(self) -> Adoption:
         """Bring back what a reload has moved. The engine must be paused."""
         began = time.monotonic()
@@ -159,6 +165,9 @@ class Guard:
     def note(self, what: str, paths: Iterable[str]) -> None:
         """Count what was done to some paths, here or by somebody else, for the report."""
         for path in paths:
+            if path not in self._repaired and path not in self._adopter.pins.by_path:
+                path = path if self._new_names < MAX_NEW_NAMES else _OTHERS
+                self._new_names += path is not _OTHERS
             self._repaired.setdefault(path, Counter())[what] += 1
 
     def verify(self, repaired: Adoption) -> Verdict:

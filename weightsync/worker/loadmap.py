@@ -61,6 +61,11 @@ class LoadMap:
         """The engine's name of a tensor of the trainer's."""
         return self.names.get(raw, raw)
 
+    def loaded_as(self) -> dict[str, str]:
+        """Dtype of what each tensor is loaded into, by the trainer's name."""
+        raw = {name: raw for raw, name in self.names.items()}
+        return {raw.get(name, name): dtype for name, dtype in self.dtypes.items()}
+
     def filled(self) -> dict[str, int]:
         """Elements of each parameter that are filled, by its path in the model."""
         if self._filled is None:
