@@ -183,14 +183,14 @@ def _refusals(good: dict[str, torch.Tensor]) -> dict[str, tuple[Any, type[Weight
         "missing": ({k: v for k, v in good.items() if k != some}, ManifestRefused, some),
         "misshapen": ({**good, some: good[some][:-1]}, ManifestRefused, some),
         "dtype": ({**good, some: good[some].float()}, ManifestRefused, "float32, want bfloat16"),
-        "wrapped": ({f"module.{k}": v for k, v in good.items()}, ManifestRefused, "closest: model.embed_tokens.weight"),
+        "prefixed": ({f"policy.{k}": v for k, v in good.items()}, ManifestRefused, "have the prefix 'policy.'"),
         "empty": ({}, ManifestRefused, "empty"),
         "twice": ([*good.items(), (some, good[some])], ManifestRefused, some),
         "not a tensor": ({**good, some: 3}, ManifestRefused, some),
     }
 
 
-@pytest.mark.parametrize("case", ["unknown", "missing", "misshapen", "dtype", "wrapped", "empty", "twice", "not a tensor"])
+@pytest.mark.parametrize("case", ["unknown", "missing", "misshapen", "dtype", "prefixed", "empty", "twice", "not a tensor"])
 def test_wrong_tensors_are_refused_by_name_and_nothing_changes(case: str, fleet: Fleet, sync: WeightSync, tensors: Any, cold: Any) -> None:
     source, error, text = _refusals(tensors(KIND, 1))[case]
     before = sync.status()

@@ -31,7 +31,7 @@ from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefus
 from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
-from weightsync.worker import guard, loading, loadmap, vllm_compat
+from weightsync.worker import admission, guard, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
 from weightsync.worker.streaming import Streamed
@@ -76,6 +76,7 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
+        self._frozen = admission.frozen_names(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
         if missing := vllm_compat.missing_layers(model, self._base.filled()):
             raise UnsupportedEngine(
                 f"{len(missing)} layer(s) that a checkpoint is loaded into are gone from the live model: {', '.join(missing[:3])}",
@@ -120,15 +121,16 @@ class Applier:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
             self.abort(current.order.request.update_id)
-        self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
-        self._heads = loadmap.tied_heads(self._map) if self._tied else {}
+        self._map = admission.admit(order.request.manifest, self._base, self._twin, self._tied, self._frozen)
+        self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
             raise ManifestRefused(
                 f"{', '.join(self._heads)}: this model's output head is its embedding; whether both are equal shows only in staged bytes",
                 hint="Leave it out, or set sync.stage to auto",
                 names=list(self._heads),
             )
-        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), self._map.dtypes)
+        dtypes = self._map.loaded_as()
+        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), dtypes)
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
@@ -193,7 +195,7 @@ class Applier:
 
     def _other_heads(self, receiver: Receiver) -> WeightSyncError | None:
         """An output head that was sent beside the embedding it is tied to, with other values."""
-        index = {spec.name: number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
+        index = {self._map.name(spec.name): number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
         for head, sources in self._heads.items():
             if all(receiver.digests[index[head]] != receiver.digests[index[source]] for source in sources):
                 return ManifestRefused(
