@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,19 @@ def test_names_that_are_new_after_every_update_are_counted_together_when_there_a
         "model.layer.weight": {"followed": 5}, "<other new paths>": {"followed": 3},
         "model.table[0]": {"followed": 2}, "model.table[1]": {"followed": 1},
     }  # fmt: skip
+
+
+def test_memory_that_is_not_the_allocators_counts_where_it_has_an_owner(guard: Any, graphs: list[Block]) -> None:
+    """As weights do that are offloaded to pinned host memory, which kernels read across the bus."""
+    model, foreign = small(), torch.zeros(64)
+    scale = model.layer.kernel.scale
+    graphs += [replace(block(tensor), kind="unknown", memory="host") for tensor in (scale, foreign)]
+    held = guard.Guard(model, None, CUDA, graphs=True)
+    assert [slot.name for slot in held.contract.slots] == ["model.layer.kernel.scale"], "and what nobody owns is no slot"
+    model.layer.kernel.scale = scale.clone()
+    assert held.verify(Adoption()).of(What.MOVED)
+    done = held.repair()
+    assert done.adopted == ["model.layer.kernel.scale"] and held.verify(done).ok
 
 
 def test_an_engine_with_graphs_of_which_none_was_counted_is_refused(guard: Any, graphs: list[Block], monkeypatch: Any) -> None:

@@ -424,6 +424,22 @@ def test_what_cannot_be_repaired_is_reported(new: torch.Tensor, why: str) -> Non
     assert not sealed.verdict().ok
 
 
+def test_a_repair_that_raises_is_a_failure_of_all_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = types.SimpleNamespace(a=value(1), b=value(1))
+    sealed = Sealed(model, a=model.a, b=model.b)
+    model.a, model.b = value(2), value(3)
+
+    def out_of_memory(old: torch.Tensor, new: torch.Tensor) -> bool:
+        if bool((new == 2).all()):
+            raise RuntimeError("out of memory")
+        return False
+
+    monkeypatch.setattr("weightsync.storage.adopt.same_bytes", out_of_memory)
+    done = sealed.adopt()
+    assert done.failed == {"m.a": "RuntimeError: out of memory"} and not done.ok
+    assert done.adopted == ["m.b"] and sealed.reads("b", 3) and sealed.reads("a", 1)
+
+
 def test_a_negated_view_is_not_taken_for_its_bytes() -> None:
     model = types.SimpleNamespace(w=torch.zeros(8, dtype=torch.complex64).imag)
     sealed = Sealed(model)

@@ -116,7 +116,7 @@ class Guard:
             swept = sweep(roots, lambda tensor: sealing.is_read(tensor, seen))
             found, globals_ = sealing.only_read(swept.everything, seen), swept.globals
             pins, kinds = sealing.pins_of(found, swept, seen, self._adopter.pins)
-            reads = sealing.reads(seen)
+            reads = sealing.reads(seen, pins)
         owned = time.monotonic()
         # Without graphs no kernel keeps a number.
         contract = Contract.seal(sealing.watch(slots_of(pins, reads, kinds)), found.scalars if seen is not None else {})
