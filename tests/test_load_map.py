@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import threading
@@ -49,6 +51,12 @@ class Engine:
         dtypes = {name: spec.dtype for name, spec in self.base.specs.items()}
         manifest = Manifest(tuple(TensorSpec(name, dtypes.get(name, "bfloat16"), shape) for name, shape in shapes.items()))
         return admission.admit(manifest, self.base, make_twin, self.tied, admission.frozen_names(frozen, self.base))
+
+    def looking(self) -> Engine:
+        """The same, of whose checkpoint the loaders pass over one tensor; so that a manifest of all others is looked at anew."""
+        made = copy.copy(self)
+        made.base = dataclasses.replace(self.base, specs={**self.base.specs, "metadata": TensorSpec("metadata", "bfloat16", (1,))})
+        return made
 
     def refused(self, shapes: Shapes, frozen: tuple[str, ...] = ()) -> ManifestRefused:
         with pytest.raises(ManifestRefused) as caught:
@@ -100,8 +108,8 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def parts(twin: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of a model that fuses its text model's projections alone."""
+def parts(twin: torch.nn.Module, within: str = "language_model.") -> dict[str, tuple[int, ...]]:
+    """Checkpoint names and shapes of a model whose projections are fused in vLLM, and apart in checkpoints, within this module."""
     found = {}
     for name, parameter in twin.named_parameters():
         rows, *rest = parameter.shape
@@ -109,7 +117,7 @@ def parts(twin: torch.nn.Module) -> dict[str, tuple[int, ...]]:
             "qkv_proj": {"q_proj": rows // 2, "k_proj": rows // 4, "v_proj": rows // 4},
             "gate_up_proj": {"gate_proj": rows // 2, "up_proj": rows // 2},
         }
-        fused = next((key for key in split if key in name and name.startswith("language_model.")), None)
+        fused = next((key for key in split if key in name and name.startswith(within)), None)
         if fused:
             found |= {name.replace(fused, part): (size, *rest) for part, size in split[fused].items()}
         else:
@@ -313,7 +321,7 @@ def test_a_square_stack_of_experts_is_not_guessed(checkpoint: Any, tmp_path: Pat
     square = [f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(LAYERS)]
     assert "no shape shows which way round" in said.message and said.names == tuple(square)
     own = Engine(tmp_path, besides_experts(target) | in_one(HIDDEN // 2))  # its own checkpoint has them so, whichever way that is
-    assert own.admit(dict(reversed(own.shapes.items()))) is not None
+    assert own.looking().admit(own.shapes).filled() == own.base.filled()
 
 
 def test_what_is_missing_of_another_layout_is_named(checkpoint: Any, tmp_path: Path) -> None:
@@ -355,13 +363,20 @@ def test_what_the_loaders_pass_over_may_be_sent_or_left_out(engine: Any, checkpo
     assert set(target.base.specs) - set(target.base.writes) == set(table)
     assert target.admit(plain.shapes).filled() == plain.base.filled()
     assert target.admit({**plain.shapes, **table}).filled() == plain.base.filled()
+    assert target.admit({**plain.shapes, **dict(list(table.items())[:1])}).filled() == plain.base.filled()
     assert "2 unknown" in plain.refused({**plain.shapes, **table}).message, "another checkpoint's metadata is no part of this one"
 
 
 def test_shapes_of_packed_weights_that_three_tensors_write_are_no_overlap(engine: Any) -> None:
     target = engine("w4a16")
     assert {name.rpartition(".")[2] for name in target.base.twice} == {"weight_shape"}
-    assert target.admit(dict(reversed(target.shapes.items()))).filled() == target.base.filled()  # the same, in another order
+    found = target.looking().admit(dict(reversed(target.shapes.items())))  # whose first is another one then
+    assert found.filled() == target.base.filled() and found.twice != target.base.twice
+
+
+def test_a_value_that_the_checkpoint_leaves_as_it_was_made_is_not_taken(engine: Any) -> None:
+    target, scale = engine("qwen3"), "model.layers.0.self_attn.attn._k_scale"  # the loader takes it; no later update would put it back
+    assert target.refused({**target.shapes, scale: ()}).message.startswith(f"1 unknown: {scale}")
 
 
 def test_padding_that_the_model_declares_is_no_gap(checkpoint: Any, tmp_path: Path) -> None:
@@ -370,7 +385,7 @@ def test_padding_that_the_model_declares_is_no_gap(checkpoint: Any, tmp_path: Pa
     plain = {spec.name: spec.shape for spec in loadmap().checkpoint_specs(checkpoint("qwen3", 1))}
     target = Engine(written(tmp_path, config), {name: (words, HIDDEN) if shape[0] == VOCAB else shape for name, shape in plain.items()})
     assert dict(target.twin().named_parameters())["lm_head.weight"].shape[0] == VOCAB
-    found = target.admit({f"module.{name}": shape for name, shape in reversed(target.shapes.items())})
+    found = target.looking().admit({f"module.{name}": shape for name, shape in reversed(target.shapes.items())})
     assert found.filled()["lm_head.weight"] == words * HIDDEN
 
 
@@ -387,6 +402,17 @@ def test_the_head_of_a_tied_model_may_be_sent_too(wrapped: str, engine: Any) -> 
     assert found.filled() == target.base.filled()
 
 
+def test_the_head_of_a_model_that_has_none_beside_its_embedding_may_be_sent_too(tmp_path: Path) -> None:
+    from weightsync.worker import admission
+
+    folder = written(tmp_path, _common("CohereForCausalLM", "cohere", tied=True))
+    shapes = parts(Engine(folder, {}).twin(), within="")
+    target = Engine(folder, shapes)
+    assert not target.base.aliases
+    found = target.admit({**shapes, "lm_head.weight": (VOCAB, HIDDEN)})
+    assert admission.tied_heads(found) == {"lm_head.weight": ["model.embed_tokens.weight"]}
+
+
 def test_a_drafts_own_head_is_not_taken_for_the_tied_one(engine: Any, tmp_path: Path) -> None:
     from weightsync.worker import admission
 
@@ -400,8 +426,8 @@ def test_a_drafts_own_head_is_not_taken_for_the_tied_one(engine: Any, tmp_path: 
     without, having = Engine(folder, shapes), Engine(folder, shapes | head)
     assert without.refused(shapes | head).message.startswith("1 unknown: mtp.lm_head.weight")
     assert "mtp.lm_head.weight" not in having.base.writes
-    for offered in (shapes | head, dict(reversed((shapes | head).items())), shapes):
-        found = having.admit(offered)
+    for target, offered in ((having, shapes | head), (having.looking(), shapes | head), (having, shapes)):
+        found = target.admit(offered)
         assert (found.filled(), admission.tied_heads(found)) == (without.base.filled(), {})
 
 

@@ -178,7 +178,7 @@ class _Comparison:
         half = self._half_frozen(found, [name for name in lacking if name in self._frozen and name not in found.specs])
         missing = [name for name in lacking if name not in found.specs and name not in self._frozen]
         short = [f"{count} of {self._say(name)}'s elements" for name, count in lacking.items() if name in found.specs]
-        twice = {name: first for name, first in found.twice.items() if base.twice.get(name) != first}
+        twice = {name: first for name, first in found.twice.items() if not self._overlap_in_base(name, first)}
         dtype = [n for n, d in found.dtypes.items() if n not in base.specs and found.specs[n].dtype != d]
         square = [name for name in new if name not in beside and self._could_be_transposed(name, found)]
         kinds = {
@@ -195,6 +195,10 @@ class _Comparison:
             advice = naming.prefix_advice(unknown, base.specs)
             names = unknown + missing + [name for name in lacking if name in found.specs] + list(twice) + dtype + list(half) + square
             raise self._refuse(kinds, names, advice=advice)
+
+    def _overlap_in_base(self, one: str, other: str) -> bool:
+        """Whether these two fill the same elements when the engine's own checkpoint is loaded (an input scale that gate and up share)."""
+        return bool(regions.overlaps({name: self._base.writes.get(name, ()) for name in (one, other)}))
 
     def _half_frozen(self, found: LoadMap, absent: Sequence[str]) -> dict[str, str]:
         """Tensors that were left out of layers which others are sent for, each with one of those.
