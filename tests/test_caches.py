@@ -21,7 +21,7 @@ from weightsync.protocol import EngineState
 pytestmark = pytest.mark.engine
 
 KIND = "qwen3"
-BLOCK = 16  # tokens; a prompt is cached block by block
+BLOCK = 32  # tokens; a prompt is cached block by block
 PROMPT = [3 + (7 * n) % 500 for n in range(200)]
 CACHED = 192  # tokens of the prompt that lie in full blocks
 LONG = 500 - len(PROMPT)
