@@ -208,17 +208,18 @@ def _compare_maps(found: LoadMap, base: LoadMap, tied: bool) -> None:
     missing = [name for name, regions in base.writes.items() if name not in found.writes and any(r[0] in short for r in regions)]
     # A parameter can be short without a name of ours missing, when the loader saw other names for it.
     lost = sorted(short - {r[0] for name in missing for r in base.writes[name]})
-    twice = [f"{name} fills what {first} fills" for name, first in found.twice.items() if base.twice.get(name) != first]
+    # Those that fill the same place in the engine's own checkpoint may, whichever comes first.
+    twice = {name: first for name, first in found.twice.items() if base.twice.get(name, name) != base.twice.get(first, first)}
     dtype = [n for n, d in found.dtypes.items() if n not in base.specs and found.specs[n].dtype != d]
     if unknown or missing or lost or twice or dtype:
         raise _refusal(
             {
                 "unknown": _closest(unknown, base),
                 "missing": missing + [f"part of {path}" for path in lost],
-                "filled twice": twice,
+                "filled twice": [f"{name} fills what {first} fills" for name, first in twice.items()],
                 "wrong dtype": [f"{n} is {found.specs[n].dtype}, want {found.dtypes[n]}" for n in dtype],
             },
-            unknown + missing + list(found.twice) + dtype,
+            unknown + missing + list(twice) + dtype,
         )
 
 
