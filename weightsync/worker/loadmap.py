@@ -37,6 +37,24 @@ _SAFETENSORS_DTYPES = {
 }  # fmt: skip
 _SHOWN = 20
 
+#: Elements of a tensor's memory: first element, shape, stride.
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of a source tensor that a loader copied as they are: same dtype, same shape.
+
+    Attributes:
+        path: the parameter, by its path in the model.
+        into: where in its memory.
+        source: where in the source tensor's.
+    """
+
+    path: str
+    into: View
+    source: View
+
 
 @dataclass
 class LoadMap:
@@ -47,12 +65,14 @@ class LoadMap:
         writes: for each source tensor, the regions it fills; no entry when the loader took nothing from it.
         dtypes: for each source tensor, dtype of the first region it fills.
         twice: sources whose region another source had filled before, with that source.
+        copies: for each source tensor, those of its writes that copied elements as they are.
     """
 
     specs: dict[str, TensorSpec]
     writes: dict[str, list[Region]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     twice: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
 
     def elements(self) -> dict[str, int]:
         """Elements that arrive in each parameter, by its path in the model; those that arrive twice count twice."""
@@ -66,9 +86,9 @@ class LoadMap:
 class _Recorder(TorchDispatchMode):
     """Notes every copy into a tensor that shares storage with one of the twin's parameters."""
 
-    def __init__(self, owners: dict[int, str], current: Callable[[], str], into: LoadMap) -> None:
+    def __init__(self, owners: dict[int, str], sources: dict[int, str], current: Callable[[], str], into: LoadMap) -> None:
         super().__init__()
-        self._owners, self._current, self._map = owners, current, into
+        self._owners, self._sources, self._current, self._map = owners, sources, current, into
         self._filled: dict[Region, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,6 +97,7 @@ class _Recorder(TorchDispatchMode):
             path = self._owners.get(args[0].untyped_storage()._cdata)
             if path is not None:
                 self._note(path, args[0])
+                self._note_copy(path, args[0], args[1])
         return out
 
     def _note(self, path: str, into: torch.Tensor) -> None:
@@ -87,6 +108,11 @@ class _Recorder(TorchDispatchMode):
             self._map.twice[name] = first
         self._map.writes.setdefault(name, []).append(region)
         self._map.dtypes.setdefault(name, _dtype_name(into.dtype))
+
+    def _note_copy(self, path: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._sources.get(source.untyped_storage()._cdata)
+        if name is not None and (into.dtype, into.shape) == (source.dtype, source.shape):
+            self._map.copies.setdefault(name, []).append(Copy(path, _view(into), _view(source)))
 
 
 def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
@@ -101,6 +127,7 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
     """
     result = LoadMap({spec.name: spec for spec in specs})
     owners: dict[int, str] = {}
+    sources: dict[int, str] = {}
     keep: list[Any] = []  # storages must outlive the run, or their identities could be reused
     for path, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
         storage = tensor.untyped_storage()
@@ -113,10 +140,11 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
             at[0] = spec.name
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
             keep.append(tensor)
+            sources[tensor.untyped_storage()._cdata] = spec.name
             yield spec.name, tensor
 
     try:
-        with torch.no_grad(), MetaReads(), _Recorder(owners, lambda: at[0], result):
+        with torch.no_grad(), MetaReads(), _Recorder(owners, sources, lambda: at[0], result):
             twin.load_weights(stream())
     except Exception as exc:
         said = str(exc).strip() or type(exc).__name__
@@ -124,14 +152,18 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
     return result
 
 
-def checkpoint_specs(folder: Path) -> list[TensorSpec]:
-    """Names, dtypes and shapes in a checkpoint folder's safetensors files, from their headers alone."""
-    files = sorted(folder.glob("*.safetensors"))
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder; those of its index where it has one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return sorted(folder.glob("*.safetensors"))
+
+
+def checkpoint_specs(folder: Path) -> list[TensorSpec]:
+    """Names, dtypes and shapes in a checkpoint folder's safetensors files, from their headers alone."""
     specs = []
-    for file in files:
+    for file in checkpoint_files(folder):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
@@ -251,6 +283,10 @@ def _closest(names: Sequence[str], base: LoadMap) -> list[str]:
         close = difflib.get_close_matches(name, base.specs, n=1, cutoff=0.6)
         shown.append(f"{name} (closest: {close[0]})" if close else name)
     return [*shown, *names[_SHOWN:]]
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _sum(regions: Iterable[Region]) -> dict[str, int]:
