@@ -163,6 +163,31 @@ def test_names_that_are_new_after_every_update_are_counted_together_when_there_a
     }  # fmt: skip
 
 
+def test_an_engine_with_graphs_of_which_none_was_counted_is_refused(guard: Any, graphs: list[Block], monkeypatch: Any) -> None:
+    monkeypatch.setattr(census, "take", lambda: Census(0, {}, {}, 0, ()))
+    with pytest.raises(UnsupportedEngine, match="counted none") as refused:
+        guard.Guard(small(), None, CUDA, graphs=True)
+    assert "enforce_eager" in refused.value.hint
+    assert not guard.Guard(small(), None, CUDA, graphs=False).outdated
+
+
+def test_captures_that_came_after_the_seal_and_those_that_outlived_it_are_told(guard: Any, graphs: list[Block], monkeypatch: Any) -> None:
+    model = small()
+    graphs += all_read(model)
+    alive = {1, 2}
+    monkeypatch.setattr(census, "captures", lambda: frozenset(alive))
+    held = guard.Guard(model, None, CUDA, graphs=True)
+    assert not held.outdated
+    alive.discard(1)
+    assert not held.outdated, "what is gone reads nothing"
+    alive.add(3)
+    assert held.outdated
+    assert held.seal() == 1 and not held.outdated
+    alive.clear()
+    alive.add(4)
+    assert held.seal() == 0
+
+
 def test_memory_that_a_graph_still_reads_is_held_over_a_new_seal(guard: Any, graphs: list[Block]) -> None:
     model = small()
     graphs.append(block(model.layer.kernel.scale))

@@ -347,7 +347,6 @@ class TestLoadersThatRead:
         assert list(found.writes) == [spec.name for spec in specs]
         assert set(found.twice.values()) == {f"experts.{expert}.gate_proj.input_scale" for expert in range(EXPERTS)}
         assert found.filled() == {f"layer.{name}": parameter.numel() for name, parameter in twin.layer.named_parameters()}
-        assert found.elements()["layer.w13_input_scale"] == 2 * EXPERTS
 
 
 def test_a_layer_that_a_model_has_fused_away_is_named(compat: Any) -> None:

@@ -37,7 +37,7 @@ from weightsync.transport import communicator as communicator_module
 from weightsync.transport import rendezvous
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket, plan_buckets
-from weightsync.worker import loadmap, staging
+from weightsync.worker import admission, loadmap, staging
 from weightsync.worker.receiver import Receiver
 
 CPU = torch.device("cpu")
@@ -274,7 +274,7 @@ def test_a_router_bias_in_fp32_among_bf16_keeps_every_bit_and_in_bf16_it_is_refu
     assert_same_bits(run.arrived(), tensors)
     cast = offer(tensors | {"e_score_correction_bias": bias.bfloat16()}).manifest
     with pytest.raises(ManifestRefused, match="e_score_correction_bias is bfloat16, want float32"):
-        loadmap.admit(cast, found, Twin, tied=False)
+        admission.admit(cast, found, Twin, tied=False)
 
 
 # --- when the parameters may change -------------------------------------------------------------

@@ -69,6 +69,8 @@ class EngineSettings(_Section):
     """The name that requests to the engines give."""
     strict: bool = False
     """Take an update that needed a repair of captured storage for a failed one: the engine is quarantined."""
+    frozen: tuple[str, ...] = ()
+    """Patterns (`visual.*`) of checkpoint names that an update may leave out, a layer's tensors all or none; they keep their values."""
     unknown_vllm: Literal["refuse", "observe"] = "refuse"
     """A vLLM whose reload was not proved: refuse to start, or start, report what graphs read, and refuse every update."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -83,6 +85,13 @@ class EngineSettings(_Section):
             raise ValueError("a folder that holds config.json")
         return value.resolve()
 
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _frozen_is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError('a list of patterns, such as ["visual.*"]')
+        return value
+
     @field_validator("extra")
     @classmethod
     def _extra_leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +99,7 @@ class EngineSettings(_Section):
         if clash := sorted(ours & set(value)):
             raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
         if "weightsync" in (value.get("additional_config") or {}):
-            raise ValueError("additional_config without weightsync: that is engine.strict and engine.unknown_vllm")
+            raise ValueError("additional_config without weightsync: that is engine.frozen, engine.strict and engine.unknown_vllm")
         if value.get("data_parallel_size", 1) != 1:
             raise ValueError("data_parallel_size 1: run more engines (engine.count) instead")
         return value
@@ -192,7 +201,9 @@ class Settings(BaseSettings):
     def _salt_reaches_every_cache(self) -> Settings:
         if self.sync.caches == "salt" and self.engine.extra.get("kv_transfer_config"):
             # Some connectors key what they keep by tokens alone; then old entries would answer new requests.
-            raise ValueError("sync.caches reset or retain with a kv_transfer_config: not every connector heeds cache_salt")
+            raise ValueError(
+                "sync.caches: got 'salt' with a kv_transfer_config, want reset or retain: not every connector heeds cache_salt"
+            )
         return self
 
     @property
@@ -313,6 +324,8 @@ def _complaint(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key"
     want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not key:  # of several keys together, and says which itself
+        return want
     return f"{key}: got {_shown(key, error['input'])}, want {want}"
 
 

@@ -220,7 +220,7 @@ class WeightSync:
         return self._report(published, decode(UpdateStatus, data))
 
     def _request(
-        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool, rewind: bool
+        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, rewind: bool = False
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1

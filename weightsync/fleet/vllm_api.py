@@ -74,7 +74,11 @@ def worker_arguments(settings: EngineSettings) -> dict[str, Any]:
     vLLM carries `additional_config` to every worker and has it in the key of its
     compile cache. So a worker of an engine with default settings finds nothing there.
     """
-    told = {"strict": settings.strict, "unknown_vllm": settings.unknown_vllm}
+    told = {
+        "strict": settings.strict,
+        "unknown_vllm": settings.unknown_vllm,
+        **({"frozen": list(settings.frozen)} if settings.frozen else {}),
+    }
     default = {name: type(settings).model_fields[name].default for name in told}
     additional = dict(settings.extra.get("additional_config") or {})
     return {

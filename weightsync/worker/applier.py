@@ -31,7 +31,7 @@ from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefus
 from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
-from weightsync.worker import guard, loading, loadmap, vllm_compat
+from weightsync.worker import admission, guard, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
 from weightsync.worker.streaming import Streamed
@@ -66,7 +66,7 @@ class Applier:
         self._seal = _registered(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
-        graphs, unproven = not vllm_config.model_config.enforce_eager, self._lazies.unrefreshable
+        graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
@@ -76,6 +76,7 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
+        self._frozen = admission.frozen_names(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
         if missing := vllm_compat.missing_layers(model, self._base.filled()):
             raise UnsupportedEngine(
                 f"{len(missing)} layer(s) that a checkpoint is loaded into are gone from the live model: {', '.join(missing[:3])}",
@@ -120,15 +121,16 @@ class Applier:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
             self.abort(current.order.request.update_id)
-        self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
-        self._heads = loadmap.tied_heads(self._map) if self._tied else {}
+        self._map = admission.admit(order.request.manifest, self._base, self._twin, self._tied, self._frozen)
+        self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
             raise ManifestRefused(
                 f"{', '.join(self._heads)}: this model's output head is its embedding; whether both are equal shows only in staged bytes",
                 hint="Leave it out, or set sync.stage to auto",
                 names=list(self._heads),
             )
-        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), self._map.dtypes)
+        dtypes = self._map.loaded_as()
+        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), dtypes)
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
@@ -193,7 +195,7 @@ class Applier:
 
     def _other_heads(self, receiver: Receiver) -> WeightSyncError | None:
         """An output head that was sent beside the embedding it is tied to, with other values."""
-        index = {spec.name: number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
+        index = {self._map.name(spec.name): number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
         for head, sources in self._heads.items():
             if all(receiver.digests[index[head]] != receiver.digests[index[source]] for source in sources):
                 return ManifestRefused(
@@ -210,6 +212,10 @@ class Applier:
         if (streamed and self._state != "staged") or (self._state == "failed" and not self._wrote):
             return self.report()
         began = time.monotonic()
+        if self._guard.outdated and not self._wrote:
+            # Somebody captured since the seal, and what was captured is still where it was.
+            self._guard.seal()
+            self._lazies.note_captured()
         try:
             incoming = self._incoming(receiver)
             if isinstance(incoming, Streamed):
@@ -250,9 +256,13 @@ class Applier:
     def _recapture(self) -> None:
         """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
+            if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
+                self._guard.seal()
+                self._repaired = replace(self._repaired, changed_layout={})
             return
         changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
-        if changed or self._released:
+        # Graphs that were captured while an update was half done read what nobody had sealed.
+        if changed or self._released or self._guard.outdated:
             logger.log(
                 logging.DEBUG if self._recaptured else logging.WARNING,
                 "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
@@ -262,7 +272,12 @@ class Applier:
             release = vllm_compat.graph_holders(self._runner)
             self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
             vllm_compat.recapture(self._runner, self.vllm_config, release)
-            self._guard.seal()
+            if kept := self._guard.seal():
+                raise UnsupportedEngine(
+                    f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
+                    hint="Restart this engine on the new weights, or start it with enforce_eager",
+                    names=changed,
+                )
             # What could not be brought back to the old captures' storage is where the new ones read it.
             self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
             self._lazies.note_captured()

@@ -30,6 +30,7 @@ import torch
 
 from weightsync.errors import VerdictNotOk
 from weightsync.protocol import ContractReport
+from weightsync.storage import census
 from weightsync.storage.adopt import MAX_NEW_NAMES, Adopter, Adoption
 from weightsync.storage.contract import Contract, Kind, Place, Slot, Verdict, What, compare, same_number
 from weightsync.storage.lookup import Lookup
@@ -87,11 +88,15 @@ class Guard:
         self._repaired: dict[str, Counter[str]] = {}
         self._verdict: Verdict | None = None
         self._times: dict[str, float] = {}
+        self._captures: frozenset[int] = frozenset()
         self._seals = self._checks = self._new_names = 0
         self.seal()
 
-    def seal(self) -> None:
+    def seal(self) -> int:
         """Take the census and fix what must hold from now on; again after graphs were captured anew.
+
+        Returns:
+            How many captures of the seal before are still alive.
 
         Raises:
             UnsupportedEngine: as at the start. What was sealed before still holds then.
@@ -99,7 +104,7 @@ class Guard:
         began = time.monotonic()
         if self._seals:
             gc.collect()  # a graph that was let go of counts as alive until it is collected
-        seen = sealing.take_census(self._device, self._graphs)
+        captures, seen = census.captures(), sealing.take_census(self._device, self._graphs)
         counted = time.monotonic()
         roots: dict[str, object] = dict(self._model)
         if seen is None:
@@ -120,8 +125,10 @@ class Guard:
         self._roots, self._globals, self._seen, self._truncated = roots, globals_, seen, tuple(found.truncated)
         self._walked = lookup.differs(lookup.find(self._live()), found)
         self._seals += 1
+        kept, self._captures = len(captures & self._captures), captures
         self.sealed = Sealed(self._counts(), {"census": counted - began, "owners": owned - counted, "seal": time.monotonic() - counted})
         self._tell()
+        return kept
 
     def _counts(self) -> dict[str, int]:
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
@@ -143,6 +150,11 @@ class Guard:
             logger.log(level, text, slot.name, slot.nbytes, slot.kernel, f", from {slot.where}" if slot.where else "", comes)
         if self._truncated:
             logger.warning("owners may be missing: the search stopped at %d place(s), first %s", len(self._truncated), self._truncated[0])
+
+    @property
+    def outdated(self) -> bool:
+        """Whether graphs were captured since the seal: what they read was not sealed."""
+        return self._seen is not None and not census.captures() <= self._captures
 
     def scalars_changed(self) -> list[str]:
         """Paths of sealed host numbers that have another value now, or none: a captured kernel keeps the old one."""

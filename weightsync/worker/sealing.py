@@ -108,7 +108,7 @@ def take_census(device: torch.device, graphs: bool) -> census.Census | None:
     """The census; None for an engine without graphs.
 
     Raises:
-        UnsupportedEngine: graphs are captured, and were not seen.
+        UnsupportedEngine: graphs are captured, and were not seen; or none was.
     """
     if device.type != "cuda" or not graphs:
         return None
@@ -118,6 +118,11 @@ def take_census(device: torch.device, graphs: bool) -> census.Census | None:
             hint="Start it with worker_extension_cls=weightsync.worker.extension.WeightSyncExtension, or with enforce_eager",
         )
     seen = census.take()
+    if not seen.graphs:
+        raise UnsupportedEngine(
+            "this engine captures CUDA graphs and the census has counted none: nothing would be proved",
+            hint="Let nothing take the place of torch.cuda.CUDAGraph behind the worker extension, or start with enforce_eager",
+        )
     if unread := {reason: count for reason, count in seen.unread.items() if count}:
         logger.warning("%d graph node(s) could not be read: %s", sum(unread.values()), unread)
     return seen

@@ -36,7 +36,7 @@ class Staged:
         offsets: first byte of each tensor in `data`.
         data: shape [stream bytes], uint8.
         load_map: where its tensors go.
-        skipped: names that the loader is not given (output heads that are the embedding).
+        skipped: the engine's names that the loader is not given (output heads that are the embedding).
     """
 
     manifest: Manifest
@@ -50,10 +50,11 @@ class Staged:
         return view_of(self.data, self.manifest, self.offsets, index)
 
     def stream(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the model's loader is given; each name goes into `taken` when the loader asks for the next."""
+        """What the model's loader is given, by the engine's names; the trainer's goes into `taken` when it asks for the next."""
         for index, spec in enumerate(self.manifest.tensors):
-            if spec.name not in self.skipped:
-                yield spec.name, self.tensor(index)
+            name = self.load_map.name(spec.name)
+            if name not in self.skipped:
+                yield name, self.tensor(index)
             taken.append(spec.name)
 
     def on_host(self) -> Staged:

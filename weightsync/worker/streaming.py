@@ -160,5 +160,5 @@ class Streamed:
     def stream(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Staged.stream`."""
         for index, spec in enumerate(self.manifest.tensors):
-            yield spec.name, self._passing.take(index)
+            yield self.load_map.name(spec.name), self._passing.take(index)
             taken.append(spec.name)

@@ -42,7 +42,7 @@ PROVED_SOURCES = {
 
 
 def told(vllm_config: Any) -> dict[str, Any]:
-    """What the service told this engine's workers: `strict` and `unknown_vllm`; empty where both are at their defaults."""
+    """What the service told this engine's workers: `strict`, `unknown_vllm`, `frozen`; empty where all are at their defaults."""
     found: dict[str, Any] = (vllm_config.additional_config or {}).get("weightsync", {})
     return found
 
