@@ -5,8 +5,8 @@ notes each copy into a parameter: source tensor, destination region, elements.
 Sharding, fusing (qkv, gate_up) and experts are what the loaders make of them.
 What follows from a map is decided in `admission`.
 
-Not covered: which part of a source tensor goes where; loaders that write by other
-means than `copy_`, which are seen as writing nothing.
+Not covered: which part of a source tensor goes where, when it is converted or computed on
+its way; loaders that write by other means than `copy_`, which are seen as writing nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,24 @@ _SAFETENSORS_DTYPES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 
+#: Elements of a tensor's memory: first element, shape, stride.
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of a source tensor that a loader copied as they are: same dtype, same shape.
+
+    Attributes:
+        path: the parameter, by its path in the model.
+        into: where in its memory.
+        source: where in the source tensor's.
+    """
+
+    path: str
+    into: View
+    source: View
+
 
 @dataclass
 class LoadMap:
@@ -45,6 +63,7 @@ class LoadMap:
         twice: sources that fill elements which another source had filled before, with that source.
         aliases: paths of parameters that have another path too.
         names: what the trainer calls them, to the engine's names, where the two differ.
+        copies: for each source tensor, those of its writes that copied elements as they are.
     """
 
     specs: dict[str, TensorSpec]
@@ -53,6 +72,7 @@ class LoadMap:
     twice: dict[str, str] = field(default_factory=dict)
     aliases: frozenset[str] = frozenset()
     names: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._filled: dict[str, int] | None = None
@@ -88,11 +108,17 @@ class _Recorder(TorchDispatchMode):
             name = self._sources.get(args[1].untyped_storage()._cdata) or self._current()
             if path is not None and name:
                 self._note(path, args[0], name)
+                self._note_copy(path, args[0], args[1])
         return out
 
     def _note(self, path: str, into: torch.Tensor, name: str) -> None:
         self._map.writes.setdefault(name, []).append(regions.region(path, into.storage_offset(), into.shape, into.stride()))
         self._map.dtypes.setdefault(name, _dtype_name(into.dtype))
+
+    def _note_copy(self, path: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._sources.get(source.untyped_storage()._cdata)
+        if name is not None and (into.dtype, into.shape) == (source.dtype, source.shape):
+            self._map.copies.setdefault(name, []).append(Copy(path, _view(into), _view(source)))
 
 
 def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
@@ -138,14 +164,18 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
     return result
 
 
-def checkpoint_specs(folder: Path) -> list[TensorSpec]:
-    """Names, dtypes and shapes in a checkpoint folder's safetensors files, from their headers alone."""
-    files = sorted(folder.glob("*.safetensors"))
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder; those of its index where it has one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return sorted(folder.glob("*.safetensors"))
+
+
+def checkpoint_specs(folder: Path) -> list[TensorSpec]:
+    """Names, dtypes and shapes in a checkpoint folder's safetensors files, from their headers alone."""
     specs = []
-    for file in files:
+    for file in checkpoint_files(folder):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
@@ -153,6 +183,10 @@ def checkpoint_specs(folder: Path) -> list[TensorSpec]:
             if name != "__metadata__":
                 specs.append(TensorSpec(name, _SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])))
     return specs
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
