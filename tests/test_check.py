@@ -216,6 +216,10 @@ def test_other_kinds_pass_and_a_repair_fails_when_strict(kind: str, repairs: boo
     assert found["proof"]["outputs"] == "equal to the bit" and bool(found["repaired"]) == repairs
     said = [f"an update needed {found['repaired']} repair(s), and strict is set"]
     assert found["failures"] == (said if repairs else []) and found["ok"] != repairs
+    if repairs:
+        with pytest.raises(UnsupportedEngine, match="does not follow its weights by itself") as caught:
+            run.require_ok(found)
+        assert "without strict the contract holds" in caught.value.hint
 
 
 @pytest.mark.engine

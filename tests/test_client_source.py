@@ -151,6 +151,12 @@ def test_an_iterable_of_something_else_is_refused(item: Any) -> None:
         offer(iter([("fine", torch.ones(1)), item]))
 
 
+@pytest.mark.parametrize("source", [None, 7, print])
+def test_what_is_no_source_at_all_is_refused_by_its_type(source: Any) -> None:
+    with pytest.raises(ManifestRefused, match=f"want weights, got {type(source).__name__}"):
+        offer(source)
+
+
 @pytest.mark.parametrize("source", [{}, [], iter(()), torch.nn.Module(), torch.nn.ReLU()], ids=lambda source: type(source).__name__)
 def test_an_empty_model_is_refused(source: Any) -> None:
     with pytest.raises(ManifestRefused, match="empty"):

@@ -45,7 +45,10 @@ def sync(one: Fleet, tensors: Any) -> Iterator[WeightSync]:
 
 
 def _process(fleet: Fleet, title: str) -> int:
-    return next(pid for pid, command in fleet.processes().items() if command.startswith(title))
+    running = fleet.processes()
+    found = [pid for pid, command in running.items() if command.startswith(title)]
+    assert found, f"no {title} among {running}"
+    return found[0]
 
 
 def _state(fleet: Fleet, update_id: str) -> str:

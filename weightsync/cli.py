@@ -144,7 +144,7 @@ def _status(args: argparse.Namespace) -> int:
         return 0
     table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {status.ready} of {len(status.engines)} engines ready")
     for column in ("engine", "state", "version", "update", "address", "workers", "vLLM", "reason"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # an address that is cut short is none
     for e in status.engines:
         table.add_row(
             *(

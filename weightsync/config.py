@@ -320,7 +320,7 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _complaint(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
-        return f"{key}: not given, and it has no default"
+        return f"{'engine.model' if key == 'engine' else key}: not given, and it has no default"
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key"
     want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")

@@ -33,6 +33,8 @@ from weightsync.errors import EngineDied, WeightSyncError
 from weightsync.storage.contract import Contract, Fault, Kind, Slot
 from weightsync.storage.selftest import SelfTest
 
+#: How a failure ends that is none without `strict`.
+STRICT_IS_SET = "and strict is set"
 #: Of tokens that every vocabulary has.
 PROMPTS = [[1, 5, 9, 30], [7, 7, 7], [10, 20, 30, 40, 50, 11, 12, 13]]
 _MAX_TOKENS = 16
@@ -95,7 +97,7 @@ def contract_failures(contract: Mapping[str, Any], strict: bool) -> list[str]:
     found = {
         "graph node(s) could not be read": sum(contract["nodes_unread"].values()),
         "slot(s) that nobody owns may derive from weights, and nothing could refresh them": contract["possibly_derived"],
-        "slot(s) are owned by nobody and of unknown age, and strict is set": contract["slots"].get("anonymous", 0) if strict else 0,
+        f"slot(s) are owned by nobody and of unknown age, {STRICT_IS_SET}": contract["slots"].get("anonymous", 0) if strict else 0,
     }
     return [f"{count} {what}" for what, count in found.items() if count]
 
@@ -132,7 +134,7 @@ class Warm:
         if not self.report["failures"]:
             self._outputs(before, again)
         if self._job.strict and self.report["repaired"]:
-            self._fail(f"an update needed {self.report['repaired']} repair(s), and strict is set")
+            self._fail(f"an update needed {self.report['repaired']} repair(s), {STRICT_IS_SET}")
         self.report["contract"] = contract_report(self._llm)
         return self.report
 

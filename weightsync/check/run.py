@@ -20,7 +20,7 @@ import torch
 
 from weightsync.check.environment import ENGINE_ENV
 from weightsync.check.inputs import require_checkpoint, require_same_kind
-from weightsync.check.probe import Job
+from weightsync.check.probe import STRICT_IS_SET, Job
 from weightsync.errors import DeadlineExceeded, EngineDied, UnsupportedEngine, WeightSyncError
 
 #: vLLM's arguments where the caller says nothing else. On a GPU graphs are captured as vLLM would for serving.
@@ -89,9 +89,12 @@ def require_ok(report: Mapping[str, Any]) -> None:
         UnsupportedEngine: there are failures; says that the engine must not serve.
     """
     if report["failures"]:
+        only_strict = all(failure.endswith(STRICT_IS_SET) for failure in report["failures"])
         raise UnsupportedEngine(
-            f"this engine does not follow its weights: {'; '.join(report['failures'])}",
-            hint="An engine of this model must not serve behind weight updates: it would answer from old values without an error",
+            f"this engine does not follow its weights{' by itself' * only_strict}: {'; '.join(report['failures'])}",
+            hint="Every update repairs it, which strict takes for a failure; without strict the contract holds"
+            if only_strict
+            else "An engine of this model must not serve behind weight updates: it would answer from old values without an error",
             names=list(report.get("proof", {}).get("differing", ())),
         )
 

@@ -70,6 +70,8 @@ def _pairs(source: Source) -> Iterable[tuple[str, torch.Tensor]]:
         yield from ((n, b) for n, b in source.named_buffers() if n in persistent)
     elif isinstance(source, Mapping):
         yield from source.items()
+    elif not isinstance(source, Iterable):
+        raise ManifestRefused(f"want weights, got {type(source).__name__}", hint=_PAIRS_HINT)
     else:
         for item in source:
             if not (isinstance(item, tuple) and len(item) == 2):

@@ -62,11 +62,17 @@ class Options(Protocol):
     plain: bool
 
 
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, want 1 or more")
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's flags, for a command line that uses argparse."""
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="dense, with experts, or INT8 (weights and activations)")
-    parser.add_argument("--steps", type=int, default=20, help="GRPO steps")
-    parser.add_argument("--engines", type=int, default=2, help="vLLM engines")
+    parser.add_argument("--steps", type=_at_least_one, default=20, help="GRPO steps")
+    parser.add_argument("--engines", type=_at_least_one, default=2, help="vLLM engines")
     parser.add_argument("--seed", type=int, default=0, help="of the checkpoint, the prompts and the sampling")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all that it writes")
     parser.add_argument("--keep", action="store_true", help="go on serving at the end, until Ctrl-C")
