@@ -398,6 +398,7 @@ def test_the_head_of_a_tied_model_may_be_sent_too(wrapped: str, engine: Any) -> 
 
     target = engine("qwen3-tied")
     found = target.admit({**target.shapes, f"{wrapped}lm_head.weight": (VOCAB, HIDDEN)})
+    assert found.name(f"{wrapped}lm_head.weight") == "lm_head.weight"
     assert admission.tied_heads(found) == {"lm_head.weight": ["model.embed_tokens.weight"]}
     assert found.filled() == target.base.filled()
 
