@@ -5,6 +5,7 @@ Not covered: engines on a GPU (`tests/gpu`).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -123,6 +124,19 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float = 30.0, what
             return value
         assert time.monotonic() < deadline, f"{what} did not come about in {timeout_seconds} s"
         time.sleep(0.05)
+
+
+def with_faults(file: Path) -> dict[str, str]:
+    """Variables of a fleet whose workers fail when `order_fault` says so (`tests/broken`)."""
+    path = os.pathsep.join([str(Path(__file__).parent / "broken"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"FAULT_FILE": str(file), "PYTHONPATH": path}
+
+
+def order_fault(file: Path, times: int, step: str = "apply", at: int = 7, engine: int = 0) -> None:
+    """Have a step of the next update fail so many times; `at` tensors are loaded before."""
+    part = file.with_suffix(".new")
+    part.write_text(json.dumps({"engine": engine, "step": step, "at": at, "times": times}))
+    part.replace(file)
 
 
 def answers(sync: WeightSync, engine: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -438,6 +438,21 @@ def test_only_graphs_that_hold_a_capture_count(graph_class: Any) -> None:
     assert reset.calls[-1] == "reset" and unused.calls == []
 
 
+def test_each_capture_has_a_number_of_its_own(graph_class: Any) -> None:
+    first, second = graph_class(), graph_class()
+    for graph in (first, second):
+        graph.capture_begin()
+        graph.capture_end()
+    before = census.captures()
+    assert len(before) == 2
+    first.reset()
+    assert len(census.captures()) == 1 and census.captures() < before
+    first.capture_begin()
+    first.capture_end()
+    assert len(census.captures() - before) == len(census.captures() & before) == 1
+    del graph
+
+
 def test_the_class_goes_in_once_and_comes_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StockGraph)
     monkeypatch.setattr(torch.cuda.graphs, "CUDAGraph", StockGraph)

@@ -98,6 +98,7 @@ def test_objects_in_flags_are_json_and_the_rest_is_text() -> None:
         ("engine.count", 0, ["engine.count: got 0, want", "greater than or equal to 1"]),
         ("engine.device", "tpu", ["engine.device: got 'tpu', want 'auto', 'cpu' or 'cuda'"]),
         ("engine.model", "/nowhere", ["engine.model: got '/nowhere', want a folder that holds config.json"]),
+        ("engine.frozen", "visual.*", ["engine.frozen: got 'visual.*', want a list of patterns, such as [\"visual.*\"]"]),
         ("engine.strict", "maybe", ["engine.strict: got 'maybe', want", "boolean"]),
         ("engine.unknown_vllm", "ignore", ["engine.unknown_vllm: got 'ignore', want 'refuse' or 'observe'"]),
         ("api.port", 70_000, ["api.port: got 70000, want less than or equal to 65535"]),
@@ -213,6 +214,8 @@ def test_what_the_worker_is_told_comes_from_the_settings_and_leaves_other_additi
     settings = load({"engine.model": model, "engine.extra": extra, "engine.strict": "true", "engine.unknown_vllm": "observe"})
     told = worker_arguments(settings.engine)["additional_config"]
     assert told == {"theirs": 1, "weightsync": {"strict": True, "unknown_vllm": "observe"}}
+    frozen = worker_arguments(load({"engine.model": model, "engine.frozen": ["visual.*"]}).engine)["additional_config"]
+    assert frozen == {"weightsync": {"strict": False, "unknown_vllm": "refuse", "frozen": ["visual.*"]}}
     assert "engine.strict and engine.unknown_vllm" in refused({"engine.model": model, "engine.extra": {"additional_config": told}})
 
 

@@ -193,6 +193,51 @@ def test_the_coefficients_are_those_of_protocol_version_1() -> None:
     assert digest.to_hex(digest_bytes(data)) == "de588432e4e2cea0a65fac5a00e49b6e"
 
 
+# --- who watches, and where it is summed --------------------------------------------------------
+
+
+@pytest.fixture(params=["a CPU's way", "a GPU's way"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to sum, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
+    if request.param == "a GPU's way":
+        monkeypatch.setattr(digest, "_Dots", lambda: digest._Products(torch.device("cpu")))
+        monkeypatch.setattr(digest._Products, "blocks", 2)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("offset", [0, 8, 8 * (BLOCK - 1), 8 * BLOCK, 8 * (3 * BLOCK + 5)])
+@pytest.mark.parametrize("length", [5, 8, 8 * BLOCK, 8 * (4 * BLOCK) + 3, 8 * (5 * BLOCK + 9) + 1])
+def test_both_ways_to_sum_give_the_digest_of_the_definition(offset: int, length: int) -> None:
+    data = random_bytes(length, seed=9)
+    words = torch.zeros(-(-length // 8) * 8, dtype=torch.uint8)
+    words[:length] = data
+    numbers = words.view(torch.int64)
+    mixed = numbers ^ ((numbers >> 32) & 0xFFFFFFFF)
+    at = torch.arange(len(numbers)) + offset // 8
+    want = []
+    for half, row in enumerate(digest._table("cpu")):
+        factors = torch.tensor([digest._signed(digest._block_factor(block, half)) for block in range(int(at[-1]) // BLOCK + 1)])
+        want.append(int((mixed * row[at % BLOCK] * factors[at // BLOCK]).sum()) % 2**64)
+    assert digest_bytes(data, offset) == tuple(want)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_watcher_sees_every_word_once_and_may_write_into_the_scratch(shift: int) -> None:
+    data = random_bytes(8 * (5 * BLOCK + 9) + 3 + shift, seed=8)[shift:]
+    seen = []
+
+    def watch(words: torch.Tensor, scratch: torch.Tensor) -> None:
+        assert scratch.shape == words.shape
+        seen.append(words.clone())
+        scratch.fill_(-1)
+
+    assert digest_bytes(data, 8 * 77, watch) == digest_bytes(data, 8 * 77)
+    got = torch.cat(seen).view(torch.uint8)
+    assert torch.equal(got[: len(data)], data)
+    assert not got[len(data) :].any() and len(got) - len(data) < 8
+
+
 # --- bad input, and the forms it travels in ----------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,8 @@ def test_a_guard_that_is_sealed_again_goes_by_what_it_finds_then(guard: Any, gra
     model.layer.kernel.scale = torch.full((2, 2), 3.0)
     assert held.scalars_changed() == ["model.layer.kernel.scale_float"]
     done = held.repair()
+    assert held.relaid(done) == ["model.layer.kernel.scale"]
+    assert held.relaid(Adoption(changed_layout={"model.layer.eager": "no graph reads it"})) == []
     found = held.verify(done)
     assert {(f.what, f.path) for f in found.faults} == {
         (What.CHANGED_LAYOUT, "model.layer.kernel.scale"), (What.SCALAR, "model.layer.kernel.scale_float")
@@ -146,6 +149,57 @@ def test_what_only_the_engines_runs_hold_may_be_laid_anew_and_what_the_model_rea
     model.layer.kv_cache = torch.zeros(4, 4)
     (fault,) = held.verify(Adoption()).faults
     assert (fault.what, fault.path) == (What.MOVED, "model.layer.kv_cache")
+
+
+def test_names_that_are_new_after_every_update_are_counted_together_when_there_are_too_many(guard: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(guard, "MAX_NEW_NAMES", 2)
+    model = small()
+    held = guard.Guard(model, None, CPU, graphs=False)
+    for update in range(5):
+        held.note("followed", [f"model.table[{update}]", "model.layer.weight"])
+    held.note("followed", ["model.table[0]"])
+    assert held.report().repaired == {
+        "model.layer.weight": {"followed": 5}, "<other new paths>": {"followed": 3},
+        "model.table[0]": {"followed": 2}, "model.table[1]": {"followed": 1},
+    }  # fmt: skip
+
+
+def test_memory_that_is_not_the_allocators_counts_where_it_has_an_owner(guard: Any, graphs: list[Block]) -> None:
+    """As weights do that are offloaded to pinned host memory, which kernels read across the bus."""
+    model, foreign = small(), torch.zeros(64)
+    scale = model.layer.kernel.scale
+    graphs += [replace(block(tensor), kind="unknown", memory="host") for tensor in (scale, foreign)]
+    held = guard.Guard(model, None, CUDA, graphs=True)
+    assert [slot.name for slot in held.contract.slots] == ["model.layer.kernel.scale"], "and what nobody owns is no slot"
+    model.layer.kernel.scale = scale.clone()
+    assert held.verify(Adoption()).of(What.MOVED)
+    done = held.repair()
+    assert done.adopted == ["model.layer.kernel.scale"] and held.verify(done).ok
+
+
+def test_an_engine_with_graphs_of_which_none_was_counted_is_refused(guard: Any, graphs: list[Block], monkeypatch: Any) -> None:
+    monkeypatch.setattr(census, "take", lambda: Census(0, {}, {}, 0, ()))
+    with pytest.raises(UnsupportedEngine, match="counted none") as refused:
+        guard.Guard(small(), None, CUDA, graphs=True)
+    assert "enforce_eager" in refused.value.hint
+    assert not guard.Guard(small(), None, CUDA, graphs=False).outdated
+
+
+def test_captures_that_came_after_the_seal_and_those_that_outlived_it_are_told(guard: Any, graphs: list[Block], monkeypatch: Any) -> None:
+    model = small()
+    graphs += all_read(model)
+    alive = {1, 2}
+    monkeypatch.setattr(census, "captures", lambda: frozenset(alive))
+    held = guard.Guard(model, None, CUDA, graphs=True)
+    assert not held.outdated
+    alive.discard(1)
+    assert not held.outdated, "what is gone reads nothing"
+    alive.add(3)
+    assert held.outdated
+    assert held.seal() == 1 and not held.outdated
+    alive.clear()
+    alive.add(4)
+    assert held.seal() == 0
 
 
 def test_memory_that_a_graph_still_reads_is_held_over_a_new_seal(guard: Any, graphs: list[Block]) -> None:

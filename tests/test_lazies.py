@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,6 +29,12 @@ class Helper:
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
+
+
+class Bare:
+    """An object that has nothing yet."""
+
+    value: torch.Tensor
 
 
 class Model(nn.Module):
@@ -97,6 +104,43 @@ def test_a_placeholder_that_the_first_run_replaced_is_told_as_what_no_update_ref
     assert lazies.unrefreshable == ["model.lent"] and "model.lent" not in lazies.paths
     model.lent = model.weight[:2]
     assert Lazies(model, fresh).unrefreshable == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([None, None], lambda w: [w * 2, None]),
+        ({"a": None}, lambda w: {"a": w * 2}),
+        ({"a": [None]}, lambda w: {"a": [w * 2]}),
+        ((), lambda w: (w * 2,)),
+        (1.0, lambda w: float(w.sum())),
+        (1, lambda w: float(w.sum())),
+        (False, lambda w: w * 2),
+        (Helper(torch.zeros(4)), lambda w: Helper(w * 2)),
+    ],
+    ids=["list", "dict", "nested", "tuple", "number", "whole number", "flag", "object"],
+)
+def test_what_took_the_place_of_something_else_is_told_as_what_no_update_refreshes(before: Any, after: Any) -> None:
+    model = Model()
+    model.lent, model.steady = before, Helper(torch.ones(4))
+    fresh = Snapshot(model)
+    assert Lazies(model, fresh).unrefreshable == []
+    model.lent = after(model.weight)
+    lazies = Lazies(model, fresh)
+    assert lazies.unrefreshable == ["model.lent"] and lazies.paths == []
+
+
+def test_what_an_object_without_attributes_got_and_what_lies_deep_in_an_empty_table_is_filled_in_again() -> None:
+    model = Model()
+    model.bare, model.layers = Bare(), {}
+    fresh = Snapshot(model)
+    model.bare.value, model.layers["a"] = model.weight * 2, (model.weight * 3, model.weight * 4)
+    lazies = Lazies(model, fresh)
+    assert lazies.paths == ["model.layers", "model.bare.value"] and lazies.unrefreshable == []
+    lazies.reset()
+    assert not model.layers and not hasattr(model.bare, "value")
+    assert lazies.settle() == {"lazies_refreshed": 0, "lazies_kept": 2}
+    assert model.bare.value.tolist() == [2.0] * 4
 
 
 def test_what_a_runner_has_bound_to_the_model_is_left_alone() -> None:

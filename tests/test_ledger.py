@@ -6,12 +6,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightsync.errors import Aborted, ApplyFailed, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
 from weightsync.fleet.ledger import Ledger, Update
@@ -293,78 +289,108 @@ def test_the_ledger_loads_without_ray_torch_or_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout == "[]\n"
 
 
-# --- any order of events ------------------------------------------------------------------------
+# --- the same call again ------------------------------------------------------------------------
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Random events of a fleet of three; what must hold after each of them."""
-
-    @initialize(require=st.sampled_from([None, 1, 2]), history=st.integers(1, 4))
-    def start(self, require: int | None, history: int) -> None:
-        self.ledger = fleet(engines=3, require=require, history=history)
-        self.number = 0
-        self.highest: int | None = None
-        self.history = history
-
-    @rule(version=st.integers(0, 12))
-    def admit(self, version: int) -> None:
-        self.number += 1
-        busy = self.ledger.current
-        try:
-            self.ledger.admit(request(f"u{self.number}", version), 0.0)
-        except Refused:
-            assert self.ledger.current is busy
-        except EngineDied:
-            assert self.ledger.current is busy is None
-        else:
-            assert busy is None
-            assert self.highest is None or version >= self.highest
-
-    @precondition(lambda self: self.ledger.current is not None)
-    @rule()
-    def abort(self) -> None:
-        update = self.ledger.current
-        assert update is not None
-        before = self.ledger.committed_version
-        self.ledger.abort(update, Aborted("stop"), 1.0)
-        assert self.ledger.committed_version == before
-
-    @precondition(lambda self: self.ledger.current is not None)
-    @rule(data=st.data())
-    def conclude(self, data: Any) -> None:
-        update = self.ledger.current
-        assert update is not None
-        committed = [data.draw(st.booleans()) for _ in update.engines]
-        enough = apply(self.ledger, update, *committed)
-        assert enough == (sum(committed) >= self.ledger.require)
-        assert update.state == (UpdateState.COMMITTED if enough else UpdateState.ABORTED)
-
-    @rule(ordinal=st.integers(0, 2), version=st.none() | st.integers(0, 14))
-    def see(self, ordinal: int, version: int | None) -> None:
-        self.ledger.see(engine(ordinal, version))
-
-    @rule(ordinal=st.integers(0, 2))
-    def lose(self, ordinal: int) -> None:
-        self.ledger.lose(ordinal, "gone")
-
-    @invariant()
-    def versions_never_fall(self) -> None:
-        now = self.ledger.committed_version
-        assert self.highest is None or (now is not None and now >= self.highest)
-        self.highest = now
-
-    @invariant()
-    def one_update_is_under_way_at_most(self) -> None:
-        under_way = [update for update in self.ledger.list() if not update.state.final]
-        assert under_way == ([self.ledger.current] if self.ledger.current else [])
-        assert len(under_way) <= 1
-        assert len(self.ledger.list()) <= self.history + len(under_way)
-
-    @invariant()
-    def ready_engines_serve_the_committed_version(self) -> None:
-        able = [e for e in self.ledger.engines.values() if e.state == EngineState.SERVING and e.version is not None]
-        assert self.ledger.ready == sum(e.version == self.ledger.committed_version for e in able)
+@pytest.mark.parametrize("state", [s for s in UpdateState if not s.final])
+def test_a_request_that_is_made_again_is_the_same_update(state: UpdateState) -> None:
+    ledger = fleet()
+    assert ledger.repeated(request("u", 1)) is None
+    update = ledger.admit(request("u", 1), 0.0)
+    update.state = state
+    assert ledger.repeated(request("u", 1)) is update
+    assert ledger.list() == [update]
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+def test_another_request_under_the_id_of_one_under_way_is_refused() -> None:
+    ledger = fleet()
+    ledger.admit(request("u", 1), 0.0)
+    with pytest.raises(Refused, match="update u to version 1 is under way, and this is another request of that id"):
+        ledger.repeated(request("u", 2))
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_an_update_that_has_ended_says_so_whatever_is_under_way(committed: bool) -> None:
+    ledger = fleet()
+    update = ledger.admit(request("u", 1), 0.0)
+    if committed:
+        apply(ledger, update, True, True)
+    else:
+        ledger.abort(update, Aborted("stop"), 1.0)
+    ledger.admit(request("next", 2), 2.0)
+    for call in (ledger.repeated, lambda again: ledger.admit(again, 3.0)):
+        with pytest.raises(Refused, match=rf"update u has ended \({update.state}\)"):
+            call(request("u", 1))
+
+
+# --- back to an earlier version -----------------------------------------------------------------
+
+
+def rewind(update_id: str, version: int) -> UpdateRequest:
+    return replace(request(update_id, version), rewind=True)
+
+
+def at(version: int, engines: int = 2, require: int | None = None) -> Ledger:
+    """A fleet whose engines serve this version."""
+    ledger = fleet(engines, require)
+    assert apply(ledger, ledger.admit(request("start", version), 0.0), *[True] * engines)
+    return ledger
+
+
+@pytest.mark.parametrize("version", [0, 1, 56, 57])
+def test_a_restarted_trainer_is_refused_unless_it_says_rewind(version: int) -> None:
+    ledger = at(57)
+    with pytest.raises(VersionRefused, match=f"version {version} does not rise") as caught:
+        ledger.admit(request("plain", version), 0.0)
+    assert "rewind=True" in caught.value.hint
+    assert apply(ledger, ledger.admit(rewind("back", version), 0.0), True, True)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (version, 1, 2)
+    assert [update.status.rewind for update in ledger.list()] == [True, False]
+    # From here on versions rise again.
+    with pytest.raises(VersionRefused):
+        ledger.admit(request("again", version), 0.0)
+    assert apply(ledger, ledger.admit(request("next", version + 1), 0.0), True, True)
+    assert (ledger.committed_version, ledger.rewinds) == (version + 1, 1)
+
+
+def test_a_rewind_that_is_aborted_or_that_no_engine_took_changes_nothing() -> None:
+    ledger = at(57)
+    ledger.abort(ledger.admit(rewind("u1", 1), 0.0), Aborted("stop"), 1.0)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (57, 0, 2)
+    assert not apply(ledger, ledger.admit(rewind("u2", 1), 0.0), False, False)
+    assert (ledger.committed_version, ledger.rewinds) == (57, 0)
+
+
+def test_a_rewind_to_a_version_above_is_an_update_like_any() -> None:
+    ledger = at(57)
+    assert apply(ledger, ledger.admit(rewind("u", 58), 0.0), True, True)
+    assert (ledger.committed_version, ledger.rewinds) == (58, 0)
+
+
+def test_an_engine_that_missed_a_rewind_neither_lifts_the_fleet_nor_counts_as_ready() -> None:
+    ledger = at(57, engines=2, require=1)
+    away = ledger.engines[1]
+    ledger.lose(1, "unreachable")
+    assert apply(ledger, ledger.admit(rewind("back", 1), 0.0), True)
+    ledger.see(away)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (1, 1, 1)
+    # Also not when the fleet has come to the number that it holds: those are other weights.
+    assert apply(ledger, ledger.admit(request("up", 57), 0.0), True, False)
+    ledger.see(away)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (57, 1, 1)
+
+
+def test_a_new_controller_learns_of_a_rewind_from_the_engines() -> None:
+    ledger = Ledger(None, 10)
+    for status in (engine(0, 57), replace(engine(1, 3), rewinds=1)):
+        ledger.see(status)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (3, 1, 1)
+    assert ledger.admit(request("u", 4), 0.0).rewinds == 1
+
+
+def test_a_rewind_that_too_few_engines_took_may_be_tried_again() -> None:
+    ledger = at(57)
+    assert not apply(ledger, ledger.admit(rewind("u1", 1), 0.0), True, False)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (1, 1, 1)
+    assert apply(ledger, ledger.admit(request("u2", 1), 0.0), True, True)
+    assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (1, 1, 2)

@@ -8,9 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from weightsync.client.source import offer
 from weightsync.errors import UnsupportedEngine
 from weightsync.storage.adopt import Adoption
+from weightsync.transport.packing import plan_buckets
+from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.staging import Whole
 
 
 @pytest.fixture
@@ -87,6 +92,18 @@ def test_a_runner_without_what_is_needed_is_refused_and_keeps_its_graphs(done: l
     assert done == []
 
 
+@pytest.mark.parametrize(("eager", "mode", "captures"), [(True, "FULL", False), (False, "NONE", False), (False, "PIECEWISE", True)])
+def test_whether_an_engine_captures_is_read_off_its_configuration(eager: bool, mode: str, captures: bool) -> None:
+    pytest.importorskip("vllm")
+    from vllm.config import CUDAGraphMode
+
+    from weightsync.worker import vllm_compat
+
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode])
+    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=eager), compilation_config=compilation)
+    assert vllm_compat.captures_graphs(config) is captures
+
+
 class TestAnUpdate:
     """The worker's order of work: values, then graphs, then the seal, then the proof."""
 
@@ -107,7 +124,11 @@ class TestAnUpdate:
         )
         lazies.note_captured = lazies.changed.clear
         guard = SimpleNamespace(
-            sealed=SimpleNamespace(counts={"graphs": 3}), scalars_changed=lambda: ["model.k_scale_float"], seal=lambda: done.append("seal")
+            sealed=SimpleNamespace(counts={"graphs": 3}),
+            scalars_changed=lambda: ["model.k_scale_float"],
+            relaid=lambda repaired: list(repaired.changed_layout),
+            outdated=False,
+            seal=lambda: done.append("seal"),
         )
         vars(made).update(
             _lazies=_Sized(1, lazies),
@@ -118,6 +139,7 @@ class TestAnUpdate:
             _released=False,
             _checks={},
             _seconds={},
+            _repaired=Adoption(),
         )
         return made
 
@@ -134,6 +156,32 @@ class TestAnUpdate:
         worker._lazies.changed.append("model.impl.bmm1_scale")
         worker._recapture()
         assert done == ["recapture", "seal"]
+
+    def test_graphs_that_came_in_the_middle_of_an_update_are_captured_anew(self, worker: Any, done: list[str]) -> None:
+        worker._guard.scalars_changed = list
+        worker._guard.outdated = True
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_a_changed_layout_costs_a_capture_too_and_what_stood_against_the_old_seal_is_over(self, worker: Any, done: list[str]) -> None:
+        worker._guard.scalars_changed = list
+        worker._repaired = Adoption(
+            adopted=["model.b"], changed_layout={"model.a": "was"}, conflicts={"model.c": "two"}, failed={"model.d": "meta"}
+        )
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+        assert worker._repaired == Adoption(adopted=["model.b"])
+        worker._recapture()
+        assert done == ["recapture", "seal"]
+
+    def test_a_graph_that_outlives_the_capture_holds_the_old_number_and_fails_the_update(self, worker: Any, done: list[str]) -> None:
+        worker._guard.seal = lambda: done.append("seal") or 1
+        with pytest.raises(UnsupportedEngine, match=r"1 captured graph.*were not let go of") as refused:
+            worker._recapture()
+        assert refused.value.names == ("model.k_scale_float",) and "Restart" in refused.value.hint
+        worker._guard.scalars_changed, worker._guard.seal = list, lambda: done.append("seal")
+        worker._recapture()
+        assert done == ["recapture", "seal", "recapture", "seal"], "the capture is owed until it ends well"
 
     def test_a_capture_that_failed_is_made_up_for_though_the_numbers_are_back(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
         def fail(*_: Any) -> None:
@@ -165,6 +213,13 @@ class TestAnUpdate:
         worker._recapture()
         assert done == []
 
+    def test_without_graphs_a_changed_layout_costs_a_new_seal(self, worker: Any, done: list[str]) -> None:
+        worker._guard.sealed.counts = {}
+        worker._repaired = Adoption(changed_layout={"model.a": "was"}, conflicts={"model.c": "two"})
+        worker._recapture()
+        worker._recapture()
+        assert done == ["seal"] and worker._repaired == Adoption(conflicts={"model.c": "two"})
+
     def test_what_was_taken_back_is_put_there_again_when_the_run_fails(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
         def fail(_: Any) -> None:
             raise RuntimeError("out of memory")
@@ -184,33 +239,41 @@ class TestAnUpdate:
         monkeypatch.setattr(f"weightsync.worker.vllm_compat.{step}", fail)
         worker._guard.repair = lambda: done.append("repair") or Adoption()
         request = SimpleNamespace(request=SimpleNamespace(update_id="u"))
-        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, discard=lambda: done.append("discard"))
+        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, error=None, discard=lambda: done.append("discard"))
         vars(worker).update(rank=0, _receiver=receiver, _state="applied", _error=None, _wrote=True)
         report = worker.verify("u")
         assert report.state == "failed" and report.wrote
         assert report.error is not None and "out of memory" in report.error["message"]
-        assert done[0] == "discard" and "seal" not in done
+        assert "seal" not in done and "discard" not in done, "another try needs the staged bytes"
         if step != "run_once":
             assert worker._guard.unproven == ("model.grown", "model.scratch")
 
 
-def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures() -> None:
+@pytest.mark.parametrize("outdated", [False, True])
+def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captures(outdated: bool) -> None:
     """A worker that failed to load would not be there for the others' collectives, and they would wait for it in an RPC."""
     pytest.importorskip("vllm")
     from weightsync.worker.applier import Applier
 
     reload = _Reload()
-    made = object.__new__(Applier)  # without cached values, a guard or a runner: whatever touches those raises
-    request = SimpleNamespace(update_id="u", manifest=SimpleNamespace(tensors=[SimpleNamespace(name="w")]))
-    receiver = SimpleNamespace(order=SimpleNamespace(request=request), tensors=1, nbytes=4, seconds={}, tensor=lambda _: None)
+    made = object.__new__(Applier)  # without a runner, a repair or a run: whatever touches those raises
+    offered = offer({"w": torch.ones(1)})
+    plan = plan_buckets(offered.manifest, 64)
+    order = SimpleNamespace(request=SimpleNamespace(update_id="u"), stage="host")
+    whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
+    receiver = SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole)
     model = SimpleNamespace(load_weights=list)
     fresh = SimpleNamespace(restore_loaders=lambda _: 0)
     vars(made).update(rank=0, model=model, vllm_config=None, _receiver=receiver, _state="staged", _error=None, _fresh=fresh)
-    vars(made).update(_wrote=False, _heads={}, _checks={}, _seconds={}, _map=SimpleNamespace(filled=dict))
+    sealed: list[bool] = []
+    lazies = SimpleNamespace(note_captured=lambda: sealed.append(made._wrote))
+    guard = SimpleNamespace(outdated=outdated, seal=lambda: sealed.append(made._wrote))
+    vars(made).update(_guard=guard, _lazies=lazies, _wrote=False, _heads={}, _checks={}, _seconds={}, _map=LoadMap({}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
         report = made.apply("u")
     assert report.state == "applied" and report.wrote and reload.finished
+    assert sealed == [False, False] * outdated, "what somebody captured meanwhile is sealed before the first write"
 
 
 class _Reload(contextlib.nullcontext[Any]):

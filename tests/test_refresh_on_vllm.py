@@ -89,9 +89,10 @@ def across_an_update():
 
 standing = across_an_update()
 checks = trainer.sync(weights[1])["checks"]
-llm.reset_prefix_cache()
-after, kept = outputs(llm), drafted == llm.collective_rpc(draft)[0]
+llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+# Before the next request, which would bring its adapter along.
 loras = sorted(llm.collective_rpc(lambda worker: sorted(worker.list_loras()) if adapter else [])[0])
+after, kept = outputs(llm), drafted == llm.collective_rpc(draft)[0]
 trainer.sync(weights[0])
 llm.reset_prefix_cache()
 answer(before=before, standing=standing, after=after, back=outputs(llm), checks=checks, loras=loras, drafted=len(drafted), kept=kept)

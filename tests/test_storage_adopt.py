@@ -167,6 +167,24 @@ def test_views_that_interleave_and_share_no_element_do_not_disturb_each_other() 
     assert sealed.verdict().ok
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["alone", "beside its memory"])
+def test_an_expanded_scale_is_written_once_for_all_that_it_stands_for(other: bool) -> None:
+    def kernel(version: float) -> Any:
+        one = value(version, 4, 1)
+        return types.SimpleNamespace(scale=one.expand(4, 8), **({"one": one} if other else {}))
+
+    model = types.SimpleNamespace(kernel=kernel(1))
+    sealed = Sealed(model, scale=model.kernel.scale[:, :1])
+    model.kernel = kernel(2)
+    done = sealed.adopt()
+    assert done.ok and sealed.verdict().ok and "m.kernel.scale" in done.refreshed
+    assert sealed.reads("scale", 2) and torch.equal(model.kernel.scale, value(2, 4, 8))
+    if other:
+        model.kernel = types.SimpleNamespace(scale=value(3, 4, 1).expand(4, 8), one=value(4, 4, 1))
+        assert len(sealed.adopt().conflicts) == 2
+        assert sealed.reads("scale", 2), "what can't both be right leaves the captured bytes as they were"
+
+
 def test_two_that_changed_places() -> None:
     model = types.SimpleNamespace(a=value(1), b=value(2))
     sealed = Sealed(model, a=model.a, b=model.b)
@@ -406,6 +424,22 @@ def test_what_cannot_be_repaired_is_reported(new: torch.Tensor, why: str) -> Non
     assert not sealed.verdict().ok
 
 
+def test_a_repair_that_raises_is_a_failure_of_all_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = types.SimpleNamespace(a=value(1), b=value(1))
+    sealed = Sealed(model, a=model.a, b=model.b)
+    model.a, model.b = value(2), value(3)
+
+    def out_of_memory(old: torch.Tensor, new: torch.Tensor) -> bool:
+        if bool((new == 2).all()):
+            raise RuntimeError("out of memory")
+        return False
+
+    monkeypatch.setattr("weightsync.storage.adopt.same_bytes", out_of_memory)
+    done = sealed.adopt()
+    assert done.failed == {"m.a": "RuntimeError: out of memory"} and not done.ok
+    assert done.adopted == ["m.b"] and sealed.reads("b", 3) and sealed.reads("a", 1)
+
+
 def test_a_negated_view_is_not_taken_for_its_bytes() -> None:
     model = types.SimpleNamespace(w=torch.zeros(8, dtype=torch.complex64).imag)
     sealed = Sealed(model)
@@ -570,6 +604,19 @@ def test_each_repair_is_counted_every_time_and_logged_once(caplog: pytest.LogCap
             counts = sealed.adopt().counts
             assert (counts["adopted"], counts["refreshed"], counts["changed_layout"], counts["nbytes"]) == (1, 1, 1, 32)
     assert [record.message.split(" (")[0] for record in caplog.records] == ["adopted: m.a", "changed layout: m.b"]
+
+
+def test_names_that_are_new_after_every_reload_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("weightsync.storage.adopt.MAX_NEW_NAMES", 3)
+    model = types.SimpleNamespace(weight=value(0), table={})
+    sealed = Sealed(model)
+    with caplog.at_level(logging.INFO):
+        for version in range(1, 8):
+            model.weight = value(version)
+            model.table = {version: model.weight.view(2, 4)}
+            done = sealed.adopt()
+            assert done.followed == [f"m.table[{version}]"] and done.adopted == ["m.weight"], "each is still brought along"
+    assert len(caplog.records) == 4
 
 
 def test_nothing_moved_nothing_done() -> None:

@@ -81,6 +81,15 @@ def test_bytes_are_compared_in_every_layout(shape: object, at: int | None, chunk
         assert same_bytes(a, b) is bool((a == b).all())
 
 
+def test_bytes_in_the_holes_of_a_tensor_are_not_its_own() -> None:
+    """As many elements as lie between the first and the last, and still with holes: one dimension repeats."""
+    a, b = (torch.zeros(16).as_strided((2, 2), (3, 0)) for _ in range(2))
+    torch.as_strided(b, (1,), (1,), 1).fill_(5)
+    assert same_bytes(a, b)
+    torch.as_strided(b, (1,), (1,), 3).fill_(5)
+    assert not same_bytes(a, b)
+
+
 def test_a_pin_holds_the_memory_and_nothing_but_the_memory() -> None:
     model = sealed_model()
     held = pin(walk(model, "m")).by_path["m.row"]

@@ -35,7 +35,7 @@ import os; os._exit(0)
 """
 
 REFUSALS = """
-import sys
+import functools
 import torch, vllm
 from vllm.model_executor.model_loader.reload import layerwise
 from weightsync.errors import UnsupportedEngine
@@ -55,6 +55,10 @@ layerwise._place_kernel_tensors = lambda layer, info: None
 print("NOSOURCE", refused())
 layerwise._place_kernel_tensors = layerwise._layerwise_process
 print("SOURCE", refused())
+layerwise._place_kernel_tensors = functools.wraps(stock)(lambda layer, info: None)
+print("WRAPPED", refused())
+layerwise._place_kernel_tensors = torch.no_grad()(stock)
+print("DECORATED", refused())
 layerwise._place_kernel_tensors = stock
 vllm_compat.require_supported()
 class Quantised: pass
@@ -84,6 +88,7 @@ def test_stock_reload_answers_wrongly_and_says_nothing(kind: str, checkpoint: An
 def test_unknown_versions_sources_and_layers_are_refused_by_name() -> None:
     said = dict(line.split(" ", 1) for line in _run(REFUSALS).splitlines() if line.split(" ")[0].isupper())
     assert "vLLM 0.99.0 has not been proved" in said["VERSION"] and "0.33.0" in said["VERSION"]
-    for kind in ("SOURCE", "NOSOURCE"):
+    for kind in ("SOURCE", "NOSOURCE", "WRAPPED"):
         assert "_place_kernel_tensors" in said[kind] and "is not the one that was proved" in said[kind]
+    assert said["DECORATED"] == "not refused", "the runner's functions have torch's decorators on them"
     assert said["LAYERS"] == "['b (tied, Quantised)']"

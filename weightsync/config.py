@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from weightsync.errors import ConfigError
@@ -69,6 +69,8 @@ class EngineSettings(_Section):
     """The name that requests to the engines give."""
     strict: bool = False
     """Take an update that needed a repair of captured storage for a failed one: the engine is quarantined."""
+    frozen: tuple[str, ...] = ()
+    """Patterns (`visual.*`) of checkpoint names that an update may leave out, a layer's tensors all or none; they keep their values."""
     unknown_vllm: Literal["refuse", "observe"] = "refuse"
     """A vLLM whose reload was not proved: refuse to start, or start, report what graphs read, and refuse every update."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -83,6 +85,13 @@ class EngineSettings(_Section):
             raise ValueError("a folder that holds config.json")
         return value.resolve()
 
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _frozen_is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError('a list of patterns, such as ["visual.*"]')
+        return value
+
     @field_validator("extra")
     @classmethod
     def _extra_leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +99,7 @@ class EngineSettings(_Section):
         if clash := sorted(ours & set(value)):
             raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
         if "weightsync" in (value.get("additional_config") or {}):
-            raise ValueError("additional_config without weightsync: that is engine.strict and engine.unknown_vllm")
+            raise ValueError("additional_config without weightsync: that is engine.frozen, engine.strict and engine.unknown_vllm")
         if value.get("data_parallel_size", 1) != 1:
             raise ValueError("data_parallel_size 1: run more engines (engine.count) instead")
         return value
@@ -131,12 +140,27 @@ class SyncSettings(_Section):
     """Deadline of writing the weights and proving them in one engine."""
     history: int = Field(default=200, ge=1, le=10_000)
     """How many finished updates the ledger keeps."""
-    reset_caches: bool = True
-    """Drop prefix, multimodal and encoder caches once after the weights; otherwise old KV entries stay in use."""
+    stage: Literal["auto", "host", "gpu", "none"] = "auto"
+    """Where an update waits beside the live weights until all of it is there; auto takes the GPU if half of its free memory is
+    enough; on a CPU each is the host.
+    With none it takes no memory, and engines stand still while it arrives: one that fails in between leaves them in quarantine."""
+    rollback: Literal["off", "host"] = "off"
+    """After an update that failed twice behind its first write: quarantine the engine until the next one, or bring the last committed
+    update back, of which each worker then keeps a copy in host memory."""
+    caches: Literal["reset", "retain", "salt"] = "reset"
+    """What becomes of prefix, connector, multimodal and encoder caches at an update: dropped once, kept in use, or kept for
+    the requests that began before it, by vLLM's cache_salt."""
     store_host: str = "127.0.0.1"
     """Address of the rendezvous store, in the controller; trainers on other machines need one they can reach."""
     interface: str = ""
     """Network interface of the broadcast; torch chooses when empty."""
+
+    @field_validator("rollback")
+    @classmethod
+    def _a_way_back_needs_bytes(cls, value: str, others: ValidationInfo) -> str:
+        if value != "off" and others.data.get("stage") == "none":
+            raise ValueError("off, as sync.stage is none: bytes that were not staged can't be kept")
+        return value
 
 
 class RaySettings(_Section):
@@ -172,6 +196,15 @@ class Settings(BaseSettings):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?", value):
             raise ValueError("lower-case letters, digits and '-', at most 32")
         return value
+
+    @model_validator(mode="after")
+    def _salt_reaches_every_cache(self) -> Settings:
+        if self.sync.caches == "salt" and self.engine.extra.get("kv_transfer_config"):
+            # Some connectors key what they keep by tokens alone; then old entries would answer new requests.
+            raise ValueError(
+                "sync.caches: got 'salt' with a kv_transfer_config, want reset or retain: not every connector heeds cache_salt"
+            )
+        return self
 
     @property
     def namespace(self) -> str:
@@ -291,6 +324,8 @@ def _complaint(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key"
     want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not key:  # of several keys together, and says which itself
+        return want
     return f"{key}: got {_shown(key, error['input'])}, want {want}"
 
 

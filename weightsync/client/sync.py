@@ -93,12 +93,24 @@ class WeightSync:
         bucket_bytes: unit of broadcast, bytes.
         timeout_seconds: default deadline of one update.
         interface: network interface for gloo; torch chooses when empty.
+        allow_nonfinite: send NaN and infinity, and what becomes infinity in the engine's dtype; else such an
+            update fails with `BadValues` before an engine is touched.
     """
 
-    def __init__(self, url: str, token: str, *, bucket_bytes: int = 64 << 20, timeout_seconds: float = 300.0, interface: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        bucket_bytes: int = 64 << 20,
+        timeout_seconds: float = 300.0,
+        interface: str = "",
+        allow_nonfinite: bool = False,
+    ) -> None:
         self._http = Http(url, token)
         self._rollouts = Rollouts(self._http, self.engines)
         self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
+        self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
         self._communicator: Communicator | None = None
         self._published: Published | None = None
@@ -121,7 +133,14 @@ class WeightSync:
     # --- weights -------------------------------------------------------------------------------
 
     def sync_weights(
-        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        allow_nonfinite: bool | None = None,
+        rewind: bool = False,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -131,6 +150,8 @@ class WeightSync:
             version: must rise; one above the fleet's when None.
             timeout_seconds: deadline of the whole call.
             progress: called with (bytes sent, bytes in all) behind each bucket.
+            allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
+            rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -138,11 +159,20 @@ class WeightSync:
                 message names them.
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
-        published = self.publish(source, version, timeout_seconds=timeout_seconds, progress=progress)
+        published = self.publish(
+            source, version, timeout_seconds=timeout_seconds, progress=progress, allow_nonfinite=allow_nonfinite, rewind=rewind
+        )
         return self.commit(published)
 
     def publish(
-        self, source: Source, version: int | None = None, *, timeout_seconds: float | None = None, progress: Progress | None = None
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        allow_nonfinite: bool | None = None,
+        rewind: bool = False,
     ) -> Published:
         """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
 
@@ -154,7 +184,9 @@ class WeightSync:
         with self._lock:
             if self._published is not None and not self._published._done.is_set():
                 raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
-            request, plan = self._request(offered, version, self._timeout if timeout_seconds is None else timeout_seconds)
+            timeout = self._timeout if timeout_seconds is None else timeout_seconds
+            allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
+            request, plan = self._request(offered, version, timeout, allow, rewind)
             seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
             answer = self._http.post("/v1/updates", encode(request), seconds)
             published = Published(decode(Admission, answer), request, began)
@@ -174,7 +206,8 @@ class WeightSync:
         if published is None:
             raise Refused("nothing has been published", hint="Call publish() first")
         try:
-            self._watch(published)
+            if published.admission.staged:  # else the bytes go on only when the engines apply them
+                self._watch(published)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
             data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _CONTROL_SECONDS)
@@ -186,7 +219,9 @@ class WeightSync:
             self._rollouts.forget()
         return self._report(published, decode(UpdateStatus, data))
 
-    def _request(self, offered: Offer, version: int | None, timeout: float) -> tuple[UpdateRequest, BucketPlan]:
+    def _request(
+        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, rewind: bool = False
+    ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
         plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -203,6 +238,8 @@ class WeightSync:
                 transport=offered.transport,
                 torch_version=torch.__version__,
                 nccl_version=nccl,
+                allow_nonfinite=allow_nonfinite,
+                rewind=rewind,
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
@@ -293,7 +330,8 @@ class WeightSync:
         self._published = None
         if status.state != UpdateState.COMMITTED:
             self._leave()
-            raise _failure(status)
+            raise _failure(status) from published._error
+        published._done.wait(_CONTROL_SECONDS)  # what was not staged may have its last callback still to run
         seconds = {**status.seconds, **published._seconds, "total": time.monotonic() - published._began}
         return SyncReport(
             update_id=status.update_id,

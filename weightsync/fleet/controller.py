@@ -35,7 +35,7 @@ from weightsync.errors import (
     UpdateFailed,
     WeightSyncError,
 )
-from weightsync.fleet.calls import answers, call
+from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.roster import Roster
 from weightsync.metrics import Recorder
@@ -43,12 +43,10 @@ from weightsync.protocol import (
     PROTOCOL_VERSION,
     BeginOrder,
     CommunicatorInfo,
-    EngineVerdict,
     FleetStatus,
     Phase,
     UpdateRequest,
     UpdateState,
-    WorkerReport,
 )
 from weightsync.transport import rendezvous
 
@@ -73,7 +71,7 @@ class Controller:
         self._recorder = Recorder()
         self._recorder.build(weightsync.__version__)
         self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds)
-        self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger)
+        self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger, sync)
         self._generation = time.time_ns() // 1_000_000  # rises over restarts of the controller
         self._members: Any = None
         self._staged: dict[str, asyncio.Event] = {}
@@ -106,7 +104,8 @@ class Controller:
 
     def _show(self) -> None:
         ledger = self._ledger
-        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.ready, ledger.current is not None)
+        busy = ledger.current is not None
+        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.rewinds, ledger.ready, busy)
 
     # --- one update ----------------------------------------------------------------------------
 
@@ -120,11 +119,8 @@ class Controller:
             self._recorder.refused(error)
             raise error from None
         async with self._admitting:
-            known = self._ledger.get(request.update_id)
-            if known is not None and known.communicator is not None and not known.state.final:
-                return dict(encode(known.admission))
             try:
-                return dict(encode((await self._admit(request)).admission))
+                return dict(encode((self._ledger.repeated(request) or await self._admit(request)).admission))
             except WeightSyncError as exc:
                 self._recorder.refused(exc)
                 exc.update_id, exc.phase = request.update_id, str(Phase.ADMIT)
@@ -135,8 +131,10 @@ class Controller:
         await self._refresh()  # an engine that died a moment ago must not be counted on
         began = time.monotonic()
         update = self._ledger.admit(request, time.time())
+        self._staged[request.update_id] = asyncio.Event()
         try:
             update.communicator = self._communicator(request, update.engines)
+            update.staged = self._settings.sync.stage != "none"
             reports = await asyncio.gather(*(self._begin_engine(update, ordinal) for ordinal in update.engines), return_exceptions=True)
             refusals = [r for r in reports if isinstance(r, BaseException)]
             if refusals:
@@ -149,7 +147,6 @@ class Controller:
             raise error from None
         update.move(UpdateState.RECEIVING)
         update.seconds[Phase.ADMIT] = time.monotonic() - began
-        self._staged[request.update_id] = asyncio.Event()
         self._spawn(self._watch(update))
         self._show()
         return update
@@ -181,11 +178,10 @@ class Controller:
             rank_offset=communicator.members[str(ordinal)],
             connect_seconds=sync.rendezvous_timeout_seconds,
             interface=sync.interface,
+            stage=sync.stage,
+            retain=sync.rollback == "host",
         )
-        reports = await call(
-            self._roster.handle(ordinal).begin, encode(order), timeout_seconds=sync.control_timeout_seconds, engine=ordinal
-        )
-        _raise_first(reports, ordinal)
+        await self._roster.begin(order)
 
     async def _watch(self, update: Update) -> None:
         """Poll the engines until all have staged the update, one failed, or the deadline passed."""
@@ -194,7 +190,7 @@ class Controller:
         try:
             while update.state == UpdateState.RECEIVING:
                 await asyncio.sleep(_POLL_SECONDS)
-                states = await asyncio.gather(*(self._poll_engine(update, ordinal) for ordinal in update.engines))
+                states = await asyncio.gather(*(self._roster.poll(update, ordinal) for ordinal in update.engines))
                 if update.state == UpdateState.RECEIVING and all(states):
                     update.seconds[Phase.RECEIVE] = time.monotonic() - began
                     update.move(UpdateState.STAGED)
@@ -205,6 +201,8 @@ class Controller:
                     )
             while update.state == UpdateState.STAGED:
                 await asyncio.sleep(0.2)
+                if not update.staged:  # its bytes are still on their way
+                    await asyncio.gather(*(self._roster.poll(update, ordinal) for ordinal in update.engines))
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("staged, and no commit came before the update's deadline", phase=str(Phase.STAGE))
         except WeightSyncError as exc:
@@ -212,11 +210,6 @@ class Controller:
         except Exception as exc:  # an update that nobody watches would be under way for ever
             logger.exception("watching update %s failed", update.request.update_id)
             await self._abort(update, InternalError(f"{type(exc).__name__}: {exc}"))
-
-    async def _poll_engine(self, update: Update, ordinal: int) -> bool:
-        reports = await call(self._roster.handle(ordinal).poll, timeout_seconds=self._settings.sync.control_timeout_seconds, engine=ordinal)
-        _raise_first(reports, ordinal)
-        return all(r["state"] == "staged" and r["update_id"] == update.request.update_id for r in reports)
 
     async def _abort(self, update: Update, error: WeightSyncError) -> None:
         """End an update that no engine has begun to apply; engines go on serving what they had."""
@@ -230,13 +223,7 @@ class Controller:
         self._recorder.ended(update.status)
         self._show()
         logger.warning("update %s aborted: %s", update.request.update_id, error)
-        timeout = self._settings.sync.control_timeout_seconds
-        calls = (
-            call(self._roster.handle(o).abort, update.request.update_id, timeout_seconds=timeout, engine=o)
-            for o in update.engines
-            if o in self._roster
-        )
-        await asyncio.gather(*calls, return_exceptions=True)
+        await self._roster.abort(update)
 
     @answers
     async def abort(self, update_id: str, reason: str) -> dict[str, Any]:
@@ -277,8 +264,8 @@ class Controller:
 
     async def _apply(self, update: Update) -> None:
         began = time.monotonic()
-        verdicts = await asyncio.gather(*(self._apply_engine(update, ordinal) for ordinal in update.engines))
-        for phase in (Phase.PAUSE, Phase.APPLY, Phase.VERIFY, Phase.RESUME):
+        verdicts = await asyncio.gather(*(self._roster.commit(update, ordinal) for ordinal in update.engines))
+        for phase in (Phase.PAUSE, Phase.APPLY, Phase.VERIFY, Phase.ROLLBACK, Phase.RESUME):
             if times := [v.seconds[phase] for v in verdicts if phase in v.seconds]:
                 update.seconds[phase] = max(times)
         update.seconds["commit"] = time.monotonic() - began
@@ -290,23 +277,6 @@ class Controller:
             self._members = None
         self._recorder.ended(update.status)
         self._show()
-
-    async def _apply_engine(self, update: Update, ordinal: int) -> EngineVerdict:
-        sync, request = self._settings.sync, update.request
-        try:
-            answer = await call(
-                self._roster.handle(ordinal).commit,
-                request.update_id,
-                request.version,
-                timeout_seconds=sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds,
-                engine=ordinal,
-            )
-            return decode(EngineVerdict, answer)
-        except Exception as raised:  # whatever it is, every engine gets a verdict: without one the update never ends
-            exc = raised if isinstance(raised, WeightSyncError) else InternalError(f"{type(raised).__name__}: {raised}")
-            exc.update_id, exc.engine, exc.phase = request.update_id, ordinal, str(Phase.APPLY)
-            self._ledger.lose(ordinal, exc.code)
-            return EngineVerdict(ordinal, False, None, self._ledger.engines[ordinal].state, error=exc.to_dict())
 
     def _known(self, update_id: str) -> Update:
         update = self._ledger.get(update_id)
@@ -328,6 +298,7 @@ class Controller:
             ready=ledger.ready,
             engines=tuple(ledger.engines[ordinal] for ordinal in sorted(ledger.engines)),
             update=last.status if last else None,
+            rewinds=ledger.rewinds,
         )
         return dict(encode(status))
 
@@ -358,15 +329,6 @@ class Controller:
         self._background.add(task)  # a task that nobody holds can be collected while it runs
         task.add_done_callback(self._background.discard)
         return task
-
-
-def _raise_first(reports: list[dict[str, Any]], ordinal: int) -> None:
-    for data in reports:
-        report = decode(WorkerReport, data)
-        if report.error is not None:
-            error = WeightSyncError.from_dict(report.error)
-            error.engine = ordinal
-            raise error
 
 
 def _check_versions(request: UpdateRequest) -> None:

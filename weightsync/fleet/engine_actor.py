@@ -3,8 +3,9 @@
 Answers about itself from its own event loop, whatever its workers do. Holds its
 committed version and update id. An update is told to it in short calls (`begin`,
 `poll`, `abort`) and one long one (`commit`): pause, apply, verify, caches,
-version, resume. After a failure behind the first write it stays paused, its
-requests end, and it serves nothing until a later update is verified.
+version, resume. What fails behind the first write is tried once more, or undone (see
+`transaction`); failing that the engine stays paused, its requests end, and it serves
+nothing until a later update is verified.
 
 An actor that Ray restarted begins with pending weights, as at first.
 
@@ -25,12 +26,14 @@ import ray
 import uvicorn
 
 from weightsync import config
-from weightsync.codec import decode, encode
-from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, VerdictNotOk, WeightSyncError
+from weightsync.codec import encode
+from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
-from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
+from weightsync.fleet.salt import Salt
+from weightsync.fleet.transaction import Transaction
+from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,10 @@ class EngineActor:
         self._reason = "starting"
         self._version: int | None = None
         self._update_id: str | None = None
+        self._rewinds = 0  # that lie before the version held
+        self._highest = -1  # version that this process has served
+        self._settled = asyncio.Event()  # unset while an update is applied
+        self._settled.set()
         self._url = ""
         self._workers = 0
         self._starting: asyncio.Task[None] | None = None
@@ -72,14 +79,19 @@ class EngineActor:
 
     async def _start(self) -> None:
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
+        self._engine.check_caches(self._settings.sync.caches)
         reports = await self._engine.rpc("weightsync_describe")
         self._workers = len(reports)
         for report in reports:
             if report["error"]:
                 self._state, self._reason = EngineState.QUARANTINED, report["error"]["code"]
                 raise WeightSyncError.from_dict(report["error"])
+        if self._settings.sync.rollback == "host":
+            kept = sum(report["checks"].get("checkpoint_bytes", 0) for report in reports)
+            logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
-        gate = Gate(application, self._token(), self._refusal, self._settings.api.max_request_bytes)
+        inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
+        gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
         sock = socket.create_server((self._settings.api.host, self._port()))
         self._server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
@@ -103,6 +115,11 @@ class EngineActor:
         if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:
             return None
         return self._reason or str(self._state)
+
+    async def _settled_version(self) -> int | None:
+        """The version that a request which begins now is computed with; waits while one is being applied."""
+        await self._settled.wait()
+        return self._version
 
     @answers
     async def describe(self) -> dict[str, Any]:
@@ -141,6 +158,7 @@ class EngineActor:
             workers=self._workers,
             vllm_version=vllm_api.installed()[1],
             reason="" if self._state == EngineState.SERVING else self._reason,
+            rewinds=self._rewinds,
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url)}
 
@@ -164,10 +182,10 @@ class EngineActor:
         return await self._live().rpc("weightsync_abort", update_id)
 
     @answers
-    async def commit(self, update_id: str, version: int) -> dict[str, Any]:
+    async def commit(self, update_id: str, version: int, rewinds: int) -> dict[str, Any]:
         """Apply a staged update; the verdict. A repeated call waits for the same one."""
         if update_id not in self._commits:
-            self._commits = {update_id: asyncio.create_task(self._commit(update_id, version))}
+            self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
         verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
         return verdict
 
@@ -176,61 +194,87 @@ class EngineActor:
             raise EngineDied(f"engine {self._ordinal} has no running vLLM ({self._reason})", engine=self._ordinal, hint="See its log")
         return self._engine
 
+    async def _settle(self, update_id: str, version: int, rewinds: int) -> EngineVerdict:
+        self._settled.clear()
+        try:
+            verdict = await self._commit(update_id, version)
+            if verdict.committed:
+                self._rewinds = rewinds
+            return verdict
+        finally:
+            self._settled.set()
+
     async def _commit(self, update_id: str, version: int) -> EngineVerdict:
-        seconds: dict[str, float] = {}
-        checks: dict[str, int] = {}
         before = (self._state, self._reason)
         began = time.monotonic()
-        phase = Phase.PAUSE
-        wrote = False
+        transaction: Transaction | None = None
         try:
             engine = self._live()
             self._state, self._reason = EngineState.UPDATING, "updating"
-            if not await engine.pause():
-                raise InternalError("the engine core did not confirm the pause")
-            seconds[phase] = time.monotonic() - began
-            for phase, method in ((Phase.APPLY, "weightsync_apply"), (Phase.VERIFY, "weightsync_verdict")):
-                start = time.monotonic()
-                wrote = True  # until every worker has said that it did not
-                reports = [decode(WorkerReport, r) for r in await engine.rpc(method, update_id)]
-                seconds[phase] = time.monotonic() - start
-                wrote = any(r.wrote for r in reports) or phase == Phase.VERIFY
-                checks = _sum_checks(reports)
-                for report in reports:
-                    if report.error is not None:
-                        raise WeightSyncError.from_dict(report.error)
-            phase = Phase.RESUME
+            # Under `strict` a repair has failed the update, and would again; what was not staged is gone.
+            once = self._settings.engine.strict or self._settings.sync.stage == "none"
+            most = self._settings.sync.apply_timeout_seconds / 2
+            transaction = Transaction(engine, update_id, tries=1 if once else 2, seconds_for_all=most)
+            await transaction.pause()
+            await transaction.bring()
+            transaction.phase = Phase.RESUME
             start = time.monotonic()
-            if self._settings.sync.reset_caches and not await engine.reset_caches():
-                raise VerdictNotOk("caches of the old weights could not be dropped", hint="Sync again; see the engine's log")
-            await engine.set_version(version)
-            await engine.resume()
-            seconds[phase] = time.monotonic() - start
+            await self._go_on(engine, version)
+            transaction.seconds[Phase.RESUME] = time.monotonic() - start
         except WeightSyncError as exc:
-            return await self._failed(exc, update_id, phase, before, wrote, time.monotonic() - began)
+            return await self._failed(exc, update_id, transaction, before, began)
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
-            return await self._failed(error, update_id, phase, before, wrote, time.monotonic() - began)
+            return await self._failed(error, update_id, transaction, before, began)
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, update_id
-        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks)
+        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, transaction.seconds, transaction.checks)
+
+    async def _go_on(self, engine: vllm_api.Engine, version: int) -> None:
+        """What follows a verdict that is ok: caches by the policy, then the version, then requests."""
+        policy = self._settings.sync.caches
+        # Under salt a version is the name of what was cached with it: one that comes again must find nothing.
+        if policy == "reset" or (policy == "salt" and version <= self._highest):
+            await engine.reset_caches()
+        self._highest = max(self._highest, version)
+        await engine.set_version(version)
+        await engine.resume()
 
     async def _failed(
-        self, error: WeightSyncError, update_id: str, phase: Phase, before: tuple[EngineState, str], wrote: bool, paused: float
+        self, error: WeightSyncError, update_id: str, transaction: Transaction | None, before: tuple[EngineState, str], began: float
     ) -> EngineVerdict:
-        error.engine, error.phase, error.update_id = self._ordinal, str(phase), update_id
+        error.engine, error.update_id = self._ordinal, update_id
+        error.phase = str(transaction.phase if transaction else Phase.PAUSE)
         logger.error("update failed: %s", error)
-        if not wrote and before[0] == EngineState.SERVING and self._engine is not None and self._engine.alive:
+        served = before[0] == EngineState.SERVING
+        if transaction is not None and transaction.wrote and served and self._settings.sync.rollback == "host":
+            await self._roll_back(transaction)
+        wrote = transaction is not None and transaction.wrote
+        if not wrote and served and self._engine is not None and self._engine.alive:
             await self._engine.resume()
             self._state, self._reason = before
-        elif not wrote and before[0] != EngineState.SERVING:
+        elif not wrote and not served:
             self._state, self._reason = before
         else:
             self._state, self._reason = EngineState.QUARANTINED, error.code
             with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
                 await self._live().end_requests()
-        holds = self._version if self._state == EngineState.SERVING else None
-        self._version = holds
-        return EngineVerdict(self._ordinal, False, holds, self._state, paused, error=error.to_dict())
+        with contextlib.suppress(Exception):  # likewise
+            await self._live().rpc("weightsync_abort", update_id)  # lets the staged bytes go
+        self._version = self._version if self._state == EngineState.SERVING else None
+        seconds, checks = (transaction.seconds, transaction.checks) if transaction else ({}, {})
+        return EngineVerdict(
+            self._ordinal, False, self._version, self._state, time.monotonic() - began, seconds, checks, error=error.to_dict()
+        )
+
+    async def _roll_back(self, transaction: Transaction) -> None:
+        try:
+            await transaction.roll_back()
+            if self._version is not None:
+                await self._live().set_version(self._version)
+            logger.warning("engine %d is back at version %s", self._ordinal, self._version)
+        except Exception as exc:
+            transaction.wrote = True
+            logger.error("engine %d could not be brought back to version %s: %s", self._ordinal, self._version, exc)
 
     @answers
     async def stop(self) -> None:
@@ -241,14 +285,6 @@ class EngineActor:
             await asyncio.wait([self._serving], timeout=3)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
-
-
-def _sum_checks(reports: list[WorkerReport]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for report in reports:
-        for key, value in report.checks.items():
-            total[key] = total.get(key, 0) + value
-    return total
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

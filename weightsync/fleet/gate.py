@@ -3,7 +3,8 @@
 vLLM's application has some three dozen routes, among them ones that generate
 without a key and ones that change the engine. Only the four below pass, only
 with the fleet's token, and only while the engine holds a committed version.
-While an update is applied requests pass and wait inside vLLM.
+While an update is applied requests pass and wait inside vLLM (under
+`sync.caches = salt` in `salt`).
 
 Not covered: rate limits.
 """
@@ -69,13 +70,13 @@ class Gate:
 
 def has_token(scope: Scope, token: bytes) -> bool:
     """Whether `Authorization: Bearer` carries the token; compared in constant time. An empty token fits nobody."""
-    scheme, _, given = _header(scope, b"authorization").partition(b" ")
+    scheme, _, given = header(scope, b"authorization").partition(b" ")
     return bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token)
 
 
 async def bound(scope: Scope, receive: Receive, limit: int) -> Receive | None:
     """Read a request's body; a `receive` that gives it again, None if it is larger than `limit` bytes, announced or not."""
-    length = _header(scope, b"content-length") or b"0"
+    length = header(scope, b"content-length") or b"0"
     if not length.isdigit() or len(length) > 18 or int(length) > limit:
         return None
     body = bytearray()
@@ -96,7 +97,8 @@ async def bound(scope: Scope, receive: Receive, limit: int) -> Receive | None:
     return again
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
+def header(scope: Scope, name: bytes) -> bytes:
+    """A header's value; the first where it comes twice, empty without it."""
     value: bytes = next((value for key, value in scope["headers"] if key.lower() == name), b"")
     return value
 

@@ -2,9 +2,11 @@
 
 An update goes admitted → receiving → staged → applying → committed, or aborted
 from any of them. One is under way at a time. Versions only rise; a version whose
-update did not reach `require` engines may be tried again.
+update did not reach `require` engines may be tried again, and a trainer that says
+`rewind` takes the fleet back. Engines say how many rewinds lie before the version
+they hold, so that one that missed a rewind does not lift the fleet again.
 
-Not covered: rewinding versions, pinned engines, waves.
+Not covered: pinned engines, waves.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Update:
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
     communicator: CommunicatorInfo | None = None
+    staged: bool = True
+    rewinds: int = 0  # of the fleet, once this one has committed
 
     def __post_init__(self) -> None:
         self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
@@ -77,12 +81,13 @@ class Update:
             seconds=dict(self.seconds),
             verdicts=self.verdicts,
             error=self.error,
+            rewind=self.request.rewind,
         )
 
     @property
     def admission(self) -> Admission:
         assert self.communicator is not None
-        return Admission(self.request.update_id, self.request.version, self.communicator, self.engines)
+        return Admission(self.request.update_id, self.request.version, self.communicator, self.engines, self.staged)
 
 
 class Ledger:
@@ -97,6 +102,7 @@ class Ledger:
         self._require, self._history = require, history
         self.engines: dict[int, EngineStatus] = {}
         self.committed_version: int | None = None
+        self.rewinds = 0  # how often the fleet has gone back
         self._incomplete = False  # the committed version has not reached `require` engines
         self._updates: OrderedDict[str, Update] = OrderedDict()
 
@@ -112,16 +118,18 @@ class Ledger:
 
     @property
     def ready(self) -> int:
-        """Engines that serve the committed version."""
-        return sum(
-            e.state == EngineState.SERVING and e.version == self.committed_version and e.version is not None for e in self.engines.values()
-        )
+        """Engines that serve the committed version; one that missed a rewind does not, whatever its number."""
+        return sum(e.state == EngineState.SERVING and e.version is not None and _rank(e) == self._reached for e in self.engines.values())
+
+    @property
+    def _reached(self) -> tuple[int, int]:
+        return self.rewinds, -1 if self.committed_version is None else self.committed_version
 
     def see(self, status: EngineStatus) -> None:
         """Take in what an engine says of itself; a fleet version is learned from engines that hold one."""
         self.engines[status.engine] = status
-        if status.version is not None and (self.committed_version is None or status.version > self.committed_version):
-            self.committed_version = status.version
+        if status.version is not None and _rank(status) > self._reached:
+            self.rewinds, self.committed_version = status.rewinds, status.version
 
     def lose(self, engine: int, reason: str) -> None:
         """An engine can't be reached; one that was never seen counts too."""
@@ -138,14 +146,34 @@ class Ledger:
         """All updates that are remembered, newest first."""
         return list(reversed(self._updates.values()))
 
+    def repeated(self, request: UpdateRequest) -> Update | None:
+        """The update under way that this request asks for once more; None for a new one.
+
+        Raises:
+            Refused: the update of this id has ended, or was another request.
+        """
+        known = self._updates.get(request.update_id)
+        if known is None:
+            return None
+        if known.state.final:
+            raise Refused(f"update {request.update_id} has ended ({known.state})", hint="Begin a new one under a new id")
+        if known.request != request:
+            raise Refused(
+                f"update {request.update_id} to version {known.request.version} is under way, and this is another request of that id",
+                hint="Give every update an id of its own",
+            )
+        return known
+
     def admit(self, request: UpdateRequest, now: float) -> Update:
         """Enter a new update.
 
         Raises:
+            Refused: this one has ended.
             UpdateConflict: another one is under way.
             VersionRefused: the version does not rise.
             EngineDied, NoEngineReady: fewer engines than `require` can take part.
         """
+        self.repeated(request)
         busy = self.current
         if busy is not None:
             raise UpdateConflict(
@@ -153,15 +181,12 @@ class Ledger:
                 hint="Wait for it to end, or abort it",
                 update_id=request.update_id,
             )
-        if request.update_id in self._updates:
-            raise Refused(
-                f"update {request.update_id} has ended ({self._updates[request.update_id].state})", hint="Begin a new one under a new id"
-            )
         floor = self.committed_version
-        if floor is not None and (request.version < floor or (request.version == floor and not self._incomplete)):
+        back = floor is not None and (request.version < floor or (request.version == floor and not self._incomplete))
+        if floor is not None and back and not request.rewind:
             raise VersionRefused(
                 f"version {request.version} does not rise: the fleet has committed version {floor}",
-                hint=f"Use a version of {floor + 1} or more; a restarted trainer goes on from the fleet's version",
+                hint=f"Use a version of {floor + 1} or more. A restarted trainer goes on from the fleet's version, or says rewind=True",
                 update_id=request.update_id,
             )
         # An engine without workers is on its way up, and not there yet.
@@ -177,7 +202,7 @@ class Ledger:
                 engine=unable[0].engine if unable else None,
                 update_id=request.update_id,
             )
-        update = Update(request, able, now)
+        update = Update(request, able, now, rewinds=self.rewinds + back)
         self._updates[request.update_id] = update
         return update
 
@@ -194,8 +219,8 @@ class Ledger:
         committed = sum(v.committed for v in verdicts)
         enough = committed >= self.require
         # An engine that came back during the update may have brought a higher version with it.
-        if committed and update.request.version >= (self.committed_version or 0):
-            self.committed_version, self._incomplete = update.request.version, not enough
+        if committed and (update.rewinds, update.request.version) >= self._reached:
+            self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
         for verdict in verdicts:
             before = self.engines.get(verdict.engine)
             if before is not None:
@@ -203,6 +228,7 @@ class Ledger:
                     before,
                     state=verdict.state,
                     version=verdict.version,
+                    rewinds=update.rewinds if verdict.committed else before.rewinds,
                     update_id=update.request.update_id if verdict.committed else before.update_id,
                     reason=str((verdict.error or {}).get("code", "")),
                 )
@@ -215,3 +241,8 @@ class Ledger:
     def _trim(self) -> None:
         while len(self._updates) > self._history:
             self._updates.popitem(last=False)
+
+
+def _rank(engine: EngineStatus) -> tuple[int, int]:
+    """What orders versions over rewinds."""
+    return engine.rewinds, -1 if engine.version is None else engine.version

@@ -1,4 +1,4 @@
-"""The engines as the controller knows them: handles, incarnations, heartbeats.
+"""The engines as the controller knows them: handles, incarnations, heartbeats, and the calls of an update.
 
 Every engine is asked what it is once a second, by a call that touches no worker
 of it; one that does not answer is entered as dead in the ledger, and one that
@@ -14,11 +14,12 @@ from typing import Any
 
 import ray
 
-from weightsync.codec import decode
-from weightsync.errors import EngineDied, WeightSyncError
+from weightsync.codec import decode, encode
+from weightsync.config import SyncSettings
+from weightsync.errors import EngineDied, InternalError, WeightSyncError
 from weightsync.fleet.calls import call
-from weightsync.fleet.ledger import Ledger
-from weightsync.protocol import EngineStatus, UpdateState
+from weightsync.fleet.ledger import Ledger, Update
+from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, UpdateState, WorkerReport
 
 _TIMEOUT_SECONDS = 10.0
 
@@ -30,17 +31,15 @@ class Roster:
         namespace: Ray's namespace of the fleet.
         count: engines 0 to `count - 1`.
         ledger: takes in what they say.
+        sync: deadlines.
     """
 
-    def __init__(self, namespace: str, count: int, ledger: Ledger) -> None:
-        self._namespace, self._count, self._ledger = namespace, count, ledger
+    def __init__(self, namespace: str, count: int, ledger: Ledger, sync: SyncSettings) -> None:
+        self._namespace, self._count, self._ledger, self._sync = namespace, count, ledger, sync
         self._handles: dict[int, Any] = {}
         self._incarnations: dict[int, str] = {}
 
-    def __contains__(self, ordinal: int) -> bool:
-        return ordinal in self._handles
-
-    def handle(self, ordinal: int) -> Any:
+    def _handle(self, ordinal: int) -> Any:
         """The actor's handle.
 
         Raises:
@@ -75,3 +74,53 @@ class Roster:
             # While an update is applied its verdict is what counts, not what the engine says on the way.
             if current is None or current.state != UpdateState.APPLYING:
                 self._ledger.see(decode(EngineStatus, answer["status"]))
+
+    # --- one update ----------------------------------------------------------------------------
+
+    async def begin(self, order: BeginOrder) -> None:
+        """Tell every worker of an engine of an update.
+
+        Raises:
+            WeightSyncError: the first worker's that refuses, or the engine does not answer.
+        """
+        await self._reports(order.engine, self._handle(order.engine).begin, encode(order))
+
+    async def poll(self, update: Update, ordinal: int) -> bool:
+        """Whether every worker of an engine can apply the update now.
+
+        Raises:
+            WeightSyncError: the first worker's in which it failed, or the engine does not answer.
+        """
+        reports = await self._reports(ordinal, self._handle(ordinal).poll)
+        return all(report.state == "staged" and report.update_id == update.request.update_id for report in reports)
+
+    async def abort(self, update: Update) -> None:
+        """End an update in all of its engines that answer."""
+        handles = ((ordinal, self._handles[ordinal]) for ordinal in update.engines if ordinal in self._handles)
+        timeout = self._sync.control_timeout_seconds
+        calls = (call(handle.abort, update.request.update_id, timeout_seconds=timeout, engine=o) for o, handle in handles)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
+        """Have an engine apply an update. Whatever happens there is a verdict: without one the update would never end."""
+        sync, request = self._sync, update.request
+        most = sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds + (0 if update.staged else request.timeout_seconds)
+        try:
+            commit = self._handle(ordinal).commit
+            answer = await call(commit, request.update_id, request.version, update.rewinds, timeout_seconds=most, engine=ordinal)
+            return decode(EngineVerdict, answer)
+        except Exception as raised:
+            exc = raised if isinstance(raised, WeightSyncError) else InternalError(f"{type(raised).__name__}: {raised}")
+            exc.update_id, exc.engine, exc.phase = request.update_id, ordinal, str(Phase.APPLY)
+            self._ledger.lose(ordinal, exc.code)
+            return EngineVerdict(ordinal, False, None, self._ledger.engines[ordinal].state, error=exc.to_dict())
+
+    async def _reports(self, ordinal: int, method: Any, *args: Any) -> list[WorkerReport]:
+        answers = await call(method, *args, timeout_seconds=self._sync.control_timeout_seconds, engine=ordinal)
+        reports = [decode(WorkerReport, answer) for answer in answers]
+        for report in reports:
+            if report.error is not None:
+                error = WeightSyncError.from_dict(report.error)
+                error.engine = ordinal
+                raise error
+        return reports

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.config import EngineSettings
-from weightsync.errors import UnsupportedEngine
+from weightsync.errors import UnsupportedEngine, VerdictNotOk
 
 logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 _RESET_TRIES = 5
+_RESET_PAUSE_SECONDS = 0.01
 #: What vLLM reads from the environment of an engine actor on a CPU. Workers of two
 #: engines would otherwise pin themselves to the same core, and a compiled sampler
 #: costs the first request many seconds.
@@ -73,7 +74,11 @@ def worker_arguments(settings: EngineSettings) -> dict[str, Any]:
     vLLM carries `additional_config` to every worker and has it in the key of its
     compile cache. So a worker of an engine with default settings finds nothing there.
     """
-    told = {"strict": settings.strict, "unknown_vllm": settings.unknown_vllm}
+    told = {
+        "strict": settings.strict,
+        "unknown_vllm": settings.unknown_vllm,
+        **({"frozen": list(settings.frozen)} if settings.frozen else {}),
+    }
     default = {name: type(settings).model_fields[name].default for name in told}
     additional = dict(settings.extra.get("additional_config") or {})
     return {
@@ -120,18 +125,55 @@ class Engine:
     async def resume(self) -> None:
         await self.llm.engine_core.resume_scheduler_async()
 
-    async def reset_caches(self) -> bool:
-        """Drop what was computed from old weights, running requests and connectors included; whether that is done."""
-        done = False
-        for _ in range(_RESET_TRIES):
-            done = bool(await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
-            if done:
+    def check_caches(self, policy: str) -> None:
+        """See that the policy can be kept with this model and this connector.
+
+        Raises:
+            UnsupportedEngine: names the cache that would keep what old weights computed.
+        """
+        if policy == "salt" and self.llm.vllm_config.model_config.is_multimodal_model:
+            raise UnsupportedEngine(
+                "sync.caches = salt, and the encoder cache of a multimodal model knows no salt", hint="Use sync.caches = reset"
+            )
+        connector = self.llm.vllm_config.kv_transfer_config
+        if policy == "reset" and connector is not None:
+            from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+            kind = KVConnectorFactory.get_connector_class(connector)
+            if kind.reset_cache is KVConnectorBase_V1.reset_cache:  # vLLM takes its silence for success
+                raise UnsupportedEngine(
+                    f"sync.caches = reset, and the KV connector {kind.__name__} has no reset_cache",
+                    hint="Use a connector that has it, or sync.caches = retain if it keeps nothing between requests",
+                )
+
+    async def reset_caches(self) -> None:
+        """Drop what was computed from old weights, running requests and connectors included.
+
+        Raises:
+            VerdictNotOk: names the cache that could not be dropped.
+        """
+        for attempt in range(_RESET_TRIES):
+            if attempt:
+                await asyncio.sleep(_RESET_PAUSE_SECONDS)  # blocks of a request that is just ending come free meanwhile
+            if not (kept := await self._reset_prefixes()):
                 break
-            await asyncio.sleep(0.01)  # blocks of a request that is just ending come free at the next turn
+        else:
+            raise VerdictNotOk(f"{kept} could not be dropped in {_RESET_TRIES} tries", hint="Sync again; see the engine's log")
         if self.llm.vllm_config.model_config.is_multimodal_model:
             await self.llm.reset_mm_cache()
             await self.llm.reset_encoder_cache()
-        return done
+
+    async def _reset_prefixes(self) -> str:
+        """One try; the cache that was not dropped, empty when all were."""
+        try:
+            done = await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except Exception as exc:
+            # With running requests preempted vLLM raises where it would say "not done": blocks that others hold.
+            if not self.alive:
+                raise
+            return f"the prefix cache ({exc})"
+        return "" if done else "the KV connector's cache"
 
     async def set_version(self, version: int) -> None:
         """Stamp tokens from now on with this version."""
@@ -168,6 +210,7 @@ class Engine:
         args.model = str(self._settings.model)
         args.served_model_name = [self._settings.served_model_name]
         args.disable_fastapi_docs = True
+        args.enable_prompt_tokens_details = True  # says how many tokens came from the prefix cache
         args.enable_scale_out = True  # /inference/v1/generate: token ids in and out, with version spans
         args.disable_log_stats = True
         args.enable_log_requests = False

@@ -27,9 +27,12 @@ import torch
 
 from weightsync.storage.contract import Layout, Place
 from weightsync.storage.owners import Walk, translations
-from weightsync.storage.pins import Pin, Pins, pin_one, place, places, same_bytes
+from weightsync.storage.pins import Pin, Pins, bits, pin_one, place, places, same_bytes
 
 log = logging.getLogger(__name__)
+
+#: Names that were never sealed and are remembered one by one: a table keyed by `id` has others after every reload.
+MAX_NEW_NAMES = 4096
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Adopter:
     def __init__(self, pins: Pins) -> None:
         self.pins = pins
         self._logged: set[tuple[str, str]] = set()
+        self._new_names = 0
 
     def adopt(self, fresh: Walk) -> Adoption:
         """Bring what moved back to its captured storage.
@@ -112,8 +116,10 @@ class Adopter:
 
     def _tell(self, level: int, what: str, paths: Mapping[str, str]) -> None:
         for path, why in paths.items():
-            if (what, path) not in self._logged:
+            new = path not in self.pins.by_path
+            if (what, path) not in self._logged and not (new and self._new_names >= MAX_NEW_NAMES):
                 self._logged.add((what, path))
+                self._new_names += new
                 log.log(level, "%s: %s%s", what, path, f" ({why})" if why else "")
 
 
@@ -218,12 +224,13 @@ class _Repair:
         if writes and len(pairs) + len(still) > 1:
             touched = [_extent(pairs[index].pin) for index in writes]
             beside = [held.view() for held in still if any(_overlap(_extent(held), extent) for extent in touched)]
-            saved = [(view, view.clone()) for view in beside + [olds[index] for index in writes]]
+            saved = [(bits(view), bits(view).clone()) for view in beside + [olds[index] for index in writes]]
             checks = saved[: len(beside)]
         else:
             checks = []
         for index in writes:
-            olds[index].copy_(pairs[index].source)
+            # As integers: each element that an expanded dimension repeats once, and dtypes that torch has no copy of.
+            bits(olds[index]).copy_(bits(pairs[index].source))
         if saved and not (
             all(same_bytes(view, was) for view, was in checks)
             and all(same_bytes(old, pair.source) for old, pair in zip(olds, pairs, strict=True))

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import bisect
 import gc
+import itertools
 import time
 import weakref
 from collections import Counter
@@ -61,6 +62,7 @@ MAX_STRAYS = 16_384
 
 _MARK = "_weightsync_counted"
 _captured: weakref.WeakSet[Any] = weakref.WeakSet()
+_numbers = itertools.count(1)
 _loaded: Loaded | None = None
 
 
@@ -94,6 +96,11 @@ def captured_graphs() -> tuple[Any, ...]:
     return tuple(_captured)
 
 
+def captures() -> frozenset[int]:
+    """The captures alive now, each by a number of its own: a graph that is captured again has another."""
+    return frozenset(graph._weightsync_number for graph in _captured)
+
+
 def counted(stock: Any) -> Any:
     """A subclass of torch's graph class that keeps each capture readable and is otherwise the same to its user."""
 
@@ -111,6 +118,7 @@ def counted(stock: Any) -> Any:
             # At once, as torch does without `keep_graph`: whoever measures memory around a capture must see it.
             if not self._caller_keeps_graph:
                 self.instantiate()
+            self._weightsync_number = next(_numbers)
             _captured.add(self)
 
         def reset(self) -> None:

@@ -264,8 +264,12 @@ def fill_with_ones(tensor: torch.Tensor) -> None:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
     """The bytes of a tensor without holes, in the order of memory; None when it has holes."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if not tensor.numel() or last + 1 != tensor.numel():
+    run = 1  # elements that the dimensions so far fill without a hole, the innermost first
+    for stride, n in sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != run:
+            return None
+        run *= n
+    if not run:
         return None
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

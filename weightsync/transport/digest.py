@@ -12,30 +12,40 @@ So the digest changes when two elements, rows, shards or tensors change places
 digest of the whole, which is what buckets and shards need. Against accident,
 not against an adversary: the coefficients are public.
 
-Not covered: finiteness of the values, and a fused GPU kernel; on CUDA tensors
-the same sums run as ordinary torch operations.
+Whoever else wants to see the words (`finite.Peak`) is shown each run of them while it
+lies in the cache, so that both take one read of the memory.
+
+Not covered: a fused GPU kernel; on CUDA tensors the same sums run as ordinary torch
+operations, over many blocks at once and waiting for the device once per call.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 #: Words per coefficient block. 512 KiB of words stay in a core's own cache.
 BLOCK = 1 << 16
+#: Blocks that a CUDA device takes at once: 32 MiB, for there a launch costs more than memory.
+_CUDA_BLOCKS = 64
 _MASK64 = (1 << 64) - 1
 
 Digest = tuple[int, int]
 ZERO: Digest = (0, 0)
 
+#: Is shown each run of words (shape [n], int64), with a tensor of the same shape that it may overwrite.
+Watcher = Callable[[torch.Tensor, torch.Tensor], None]
 
-def digest_bytes(data: torch.Tensor, offset: int = 0) -> Digest:
+
+def digest_bytes(data: torch.Tensor, offset: int = 0, watcher: Watcher | None = None) -> Digest:
     """Digest of a run of bytes that begins `offset` bytes into its tensor.
 
     Args:
         data: shape [n], dtype uint8, contiguous, any device.
         offset: bytes; a multiple of 8.
+        watcher: is shown every word once, the last one filled up with zeros.
 
     Returns:
         Two unsigned 64-bit integers. `add` joins the digests of slices.
@@ -53,17 +63,17 @@ def digest_bytes(data: torch.Tensor, offset: int = 0) -> Digest:
         body = data[:whole]
         # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
         words = body.view(torch.int64) if body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0 else body.clone().view(torch.int64)
-        total = _digest_words(words, offset // 8)
+        total = _digest_words(words, offset // 8, watcher)
     if whole < data.numel():
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
         tail[: data.numel() - whole] = data[whole:]
-        total = add(total, _digest_words(tail.view(torch.int64), (offset + whole) // 8))
+        total = add(total, _digest_words(tail.view(torch.int64), (offset + whole) // 8, watcher))
     return total
 
 
-def digest_tensor(tensor: torch.Tensor) -> Digest:
+def digest_tensor(tensor: torch.Tensor, watcher: Watcher | None = None) -> Digest:
     """Digest of a whole tensor of any dtype and layout (its elements in row-major order)."""
-    return digest_bytes(as_bytes(tensor))
+    return digest_bytes(as_bytes(tensor), 0, watcher)
 
 
 def add(left: Digest, right: Digest) -> Digest:
@@ -92,35 +102,75 @@ def to_hex(digest: Digest) -> str:
     return f"{digest[0]:016x}{digest[1]:016x}"
 
 
-def _digest_words(words: torch.Tensor, first: int) -> Digest:
+def _digest_words(words: torch.Tensor, first: int, watcher: Watcher | None) -> Digest:
     table = _table(str(words.device))
-    low = high = 0
+    sums = _Dots() if words.device.type == "cpu" else _Products(words.device)
     at = 0
-    scratch = torch.empty(min(BLOCK, words.numel()), dtype=torch.int64, device=words.device)
+    scratch = torch.empty(min(BLOCK * sums.blocks, words.numel()), dtype=torch.int64, device=words.device)
     while at < words.numel():
         block, column = divmod(first + at, BLOCK)
-        run = words[at : at + BLOCK - column]
+        left = words.numel() - at
+        width = min(BLOCK - column, left)  # of one block; a whole one may be the first of several
+        blocks = min(sums.blocks, left // BLOCK) if width == BLOCK else 1
+        run = words[at : at + blocks * width]
         mixed = scratch[: run.numel()]
+        if watcher is not None:
+            watcher(run, mixed)
         # The upper half folded into the lower one: else a change in the top bits alone
         # meets an even difference of coefficients and can vanish modulo 2**64.
         torch.bitwise_right_shift(run, 32, out=mixed)
         mixed.bitwise_and_(0xFFFFFFFF).bitwise_xor_(run)
-        low += _dot(mixed, table[0][column : column + run.numel()]) * _block_factor(block, 0)
-        high += _dot(mixed, table[1][column : column + run.numel()]) * _block_factor(block, 1)
+        sums.add(mixed.view(blocks, width), table[:, column : column + width], block)
         at += run.numel()
-    return (low & _MASK64, high & _MASK64)
+    return sums.total
 
 
-def _dot(left: torch.Tensor, right: torch.Tensor) -> int:
-    if left.device.type == "cpu":
-        return int(torch.dot(left, right))  # one pass; wraps modulo 2**64
-    return int((left * right).sum())  # CUDA has no integer dot
+class _Dots:
+    """The sums on a CPU, block by block."""
+
+    blocks = 1
+
+    def __init__(self) -> None:
+        self.total = ZERO
+
+    def add(self, mixed: torch.Tensor, table: torch.Tensor, block: int) -> None:
+        """Add `mixed`, shape [1, n], words of this block; `table` has their coefficients, shape [2, n]."""
+        # `dot` is one pass, and wraps modulo 2**64.
+        low, high = (int(torch.dot(mixed[0], row)) * _block_factor(block, half) for half, row in enumerate(table))
+        self.total = add(self.total, (low & _MASK64, high & _MASK64))
+
+
+class _Products:
+    """The same sums on a device that has no integer `dot`: many blocks at once, and nothing waits before `total` is asked for."""
+
+    blocks = _CUDA_BLOCKS
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def add(self, mixed: torch.Tensor, table: torch.Tensor, block: int) -> None:
+        """Add `mixed`, shape [blocks, n], words of this block and those behind it."""
+        factors = _block_factors(block, len(mixed), str(mixed.device))
+        for half, row in enumerate(table):
+            self._sums[half] += ((mixed * row).sum(1) * factors[half]).sum()
+
+    @property
+    def total(self) -> Digest:
+        low, high = self._sums.tolist()
+        return (low & _MASK64, high & _MASK64)
 
 
 @functools.cache
 def _table(device: str) -> torch.Tensor:
     """Coefficients, shape [2, BLOCK], int64: splitmix64 of the position, made odd."""
     rows = [[_signed(_splitmix64((half << 32) + k) | 1) for k in range(BLOCK)] for half in range(2)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _block_factors(block: int, count: int, device: str) -> torch.Tensor:
+    """Factors of this block and those behind it, shape [2, count], int64."""
+    rows = [[_signed(_block_factor(block + k, half)) for k in range(count)] for half in range(2)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 

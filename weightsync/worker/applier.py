@@ -4,13 +4,14 @@
 load runs in, and checks that every tensor of the manifest was taken and that every
 layer is complete. `verify`, once all workers have got so far, takes back what the
 model's first run had cached and lets it run once, and has the guard bring back what
-moved. Where numbers have changed that captured graphs hold, they are captured anew.
+moved. Where numbers or layouts have changed that captured graphs hold, they are captured anew.
 Then it checks that every registered parameter and buffer lies at the address, layout
 and dtype it had at the start, and that the storage contract holds.
 
 A reload that fails half way is put back structurally (no tensor left on meta, no
-buffered tensor left over), so the next update can repair the engine; its values
-are then a mixture, and `wrote` says so.
+buffered tensor left over); its values are then a mixture, and `wrote` says so. The
+staged bytes stay until the update has ended, so `apply` may be called again; and
+where the last committed update was kept (`retain`), `rollback` brings that one back.
 
 Not covered: cached values that can't be taken back (`unrefreshable`, logged at the start).
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefus
 from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.communicator import Communicator
-from weightsync.worker import guard, loadmap, vllm_compat
+from weightsync.worker import admission, guard, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
+from weightsync.worker.staging import Staged
+from weightsync.worker.streaming import Streamed
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class Applier:
         self._seal = _registered(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
-        graphs, unproven = not vllm_config.model_config.enforce_eager, self._lazies.unrefreshable
+        graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
@@ -73,6 +76,7 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
+        self._frozen = admission.frozen_names(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
         if missing := vllm_compat.missing_layers(model, self._base.filled()):
             raise UnsupportedEngine(
                 f"{len(missing)} layer(s) that a checkpoint is loaded into are gone from the live model: {', '.join(missing[:3])}",
@@ -80,6 +84,7 @@ class Applier:
             )
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
+        self._retained: Staged | None = None  # the update that was committed last, where it is kept
         self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread
         self._receiver: Receiver | None = None
         self._communicator: Communicator | None = None
@@ -98,11 +103,10 @@ class Applier:
         return self._wrote
 
     def describe(self) -> WorkerReport:
-        """What was sealed at the start."""
+        """What was sealed at the start, and how many bytes a complete update has."""
         sealed = self._guard.sealed
-        return WorkerReport(
-            self.rank, "", "none", seconds=sealed.seconds, checks={"addresses": len(self._seal), **sealed.counts, **self._lazies.counts}
-        )
+        counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
+        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={**counts, **sealed.counts, **self._lazies.counts})
 
     def contract(self) -> ContractReport:
         """What was sealed, and what became of it since."""
@@ -117,9 +121,16 @@ class Applier:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
             self.abort(current.order.request.update_id)
-        self._map = loadmap.admit(order.request.manifest, self._base, self._twin, self._tied)
-        self._heads = loadmap.tied_heads(self._map) if self._tied else {}
-        self._receiver = Receiver(order, self.rank, self._landing(order), lambda: self._connect(order))
+        self._map = admission.admit(order.request.manifest, self._base, self._twin, self._tied, self._frozen)
+        self._heads = admission.tied_heads(self._map) if self._tied else {}
+        if self._heads and order.stage == "none":
+            raise ManifestRefused(
+                f"{', '.join(self._heads)}: this model's output head is its embedding; whether both are equal shows only in staged bytes",
+                hint="Leave it out, or set sync.stage to auto",
+                names=list(self._heads),
+            )
+        dtypes = self._map.loaded_as()
+        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), dtypes)
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
@@ -165,12 +176,11 @@ class Applier:
         receiver = self._receiver
         if receiver is None:
             return WorkerReport(self.rank, "", "none", wrote=self._wrote)
-        if self._state == "receiving":
-            if receiver.error is not None:
-                self._state, self._error = "failed", receiver.error
-            elif receiver.staged:
-                self._error = self._other_heads(receiver)
-                self._state = "failed" if self._error else "staged"
+        if self._state in ("receiving", "staged") and receiver.error is not None:
+            self._state, self._error = "failed", receiver.error
+        elif self._state == "receiving" and receiver.ready:
+            self._error = self._other_heads(receiver)
+            self._state = "failed" if self._error else "staged"
         return WorkerReport(
             rank=self.rank,
             update_id=receiver.order.request.update_id,
@@ -185,7 +195,7 @@ class Applier:
 
     def _other_heads(self, receiver: Receiver) -> WeightSyncError | None:
         """An output head that was sent beside the embedding it is tied to, with other values."""
-        index = {spec.name: number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
+        index = {self._map.name(spec.name): number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
         for head, sources in self._heads.items():
             if all(receiver.digests[index[head]] != receiver.digests[index[source]] for source in sources):
                 return ManifestRefused(
@@ -196,35 +206,41 @@ class Applier:
         return None
 
     def apply(self, update_id: str) -> WorkerReport:
-        """Write the staged update into the live storage. The engine must be paused."""
-        receiver = self._expect(update_id, "staged")
+        """Write the update into the live storage. The engine must be paused. A staged one may be applied again until it is verified."""
+        receiver = self._expect(update_id, "staged", "applied", "failed")
+        streamed = receiver.order.stage == "none"
+        if (streamed and self._state != "staged") or (self._state == "failed" and not self._wrote):
+            return self.report()
         began = time.monotonic()
-        self._wrote = True
-        taken: list[str] = []
-
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            for index, spec in enumerate(receiver.order.request.manifest.tensors):
-                if spec.name not in self._heads:  # a cold load passes over it; a reload would write it into the embedding
-                    yield spec.name, receiver.tensor(index)
-                taken.append(spec.name)
-
-        restored = self._fresh.restore_loaders(self.model)
-        reload = vllm_compat.Reload(self.model, self.vllm_config, self._fresh)
+        if self._guard.outdated and not self._wrote:
+            # Somebody captured since the seal, and what was captured is still where it was.
+            self._guard.seal()
+            self._lazies.note_captured()
         try:
-            with reload:
-                self.model.load_weights(stream())
-                self._require_complete(receiver, taken, reload.waiting())
-                reload.finish()
-            self._state = "applied"
-        except Exception as exc:
-            if not isinstance(exc, WeightSyncError):
-                at = receiver.order.request.manifest.tensors[min(len(taken), len(receiver.order.request.manifest.tensors) - 1)].name
-                exc = ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at])
-            self._state, self._error = "failed", exc
-            receiver.discard()  # the next update, which is to repair this, needs the memory
-        self._count(reload.counts | {"loaders_restored": restored})
+            incoming = self._incoming(receiver)
+            if isinstance(incoming, Streamed):
+                incoming.wait()
+            self._wrote = True
+            self._error = self._load(incoming)
+        except WeightSyncError as exc:
+            self._error = WeightSyncError.from_dict(exc.to_dict())
+        self._state = "failed" if self._error else "applied"
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
+
+    def _incoming(self, receiver: Receiver) -> Staged | Streamed:
+        # A cold load passes over an output head that is the embedding; a reload would write it into the embedding.
+        return receiver.held().update(self._map, self._heads.keys())
+
+    def _load(self, incoming: Staged | Streamed) -> WeightSyncError | None:
+        counts: dict[str, int] = {}
+        try:
+            loading.load(self.model, self.vllm_config, self._fresh, incoming, counts)
+        except WeightSyncError as exc:
+            return WeightSyncError.from_dict(exc.to_dict())  # without its traceback, whose frames hold the staged bytes
+        finally:
+            self._count(counts)
+        return None
 
     def _refresh(self) -> dict[str, int]:
         """Have the model fill in again what its first run had filled in. Costs a run only where there is something."""
@@ -238,66 +254,75 @@ class Applier:
         return counts
 
     def _recapture(self) -> None:
-        """Capture graphs anew where a number has changed that they hold, or an earlier capture did not end well."""
+        """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
+            if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
+                self._guard.seal()
+                self._repaired = replace(self._repaired, changed_layout={})
             return
-        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed})
-        if changed or self._released:
+        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
+        # Graphs that were captured while an update was half done read what nobody had sealed.
+        if changed or self._released or self._guard.outdated:
             logger.log(
                 logging.DEBUG if self._recaptured else logging.WARNING,
-                "capturing CUDA graphs anew: %d number(s) that they hold have changed (%s)",
+                "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
                 *(len(changed), ", ".join(changed[:5])),
             )
             began = time.monotonic()
             release = vllm_compat.graph_holders(self._runner)
             self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
             vllm_compat.recapture(self._runner, self.vllm_config, release)
-            self._guard.seal()
+            if kept := self._guard.seal():
+                raise UnsupportedEngine(
+                    f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
+                    hint="Restart this engine on the new weights, or start it with enforce_eager",
+                    names=changed,
+                )
+            # What could not be brought back to the old captures' storage is where the new ones read it.
+            self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
             self._lazies.note_captured()
             self._recaptured, self._released = True, False
             self._checks["recaptured"] = len(changed)
             self._seconds["recapture"] = time.monotonic() - began
 
-    def _require_complete(self, receiver: Receiver, taken: list[str], waiting: dict[str, int]) -> None:
-        """Every tensor was taken from the stream, and every waiting layer has all that the map gives it."""
-        specs = receiver.order.request.manifest.tensors
-        if len(taken) != len(specs):
-            left = [spec.name for spec in specs[len(taken) :]]
-            raise ApplyFailed(f"the loader left {len(left)} tensor(s) behind: {', '.join(left[:20])}", names=left)
-        want: dict[str, int] = {}
-        for path, count in self._map.filled().items():
-            layer = path.rpartition(".")[0]
-            want[layer] = want.get(layer, 0) + count
-        short = [
-            f"{layer} ({loaded} of {want[layer]} elements)"
-            for layer, loaded in waiting.items()
-            if 0 < want.get(layer, 0) and loaded < want[layer] and not self._loaded_directly(layer)
-        ]
-        if short:
-            raise ApplyFailed(f"{len(short)} layer(s) are incomplete: {', '.join(short[:20])}", names=short)
-        self._checks["tensors"] = len(taken)
-        self._checks["layers"] = len(want)
-
-    def _loaded_directly(self, layer: str) -> bool:
-        """Whether all that the map sends to this layer goes to tensors which vLLM writes in place, uncounted."""
-        paths = [path for path in self._map.filled() if path.rpartition(".")[0] == layer]
-        return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)
-
     def verify(self, update_id: str) -> WorkerReport:
         """Bring the rest after the applied weights, and prove them. Asked for when every worker of the engine has applied them."""
         receiver = self._expect(update_id, "applied")
         began = time.monotonic()
-        receiver.discard()
-        try:
-            self._follow()
-            self._error = self._prove()
-        except WeightSyncError as exc:
-            self._error = exc
-        except Exception as exc:
-            self._error = ApplyFailed(f"the weights are loaded, and what is made from them could not be: {type(exc).__name__}: {exc}")
+        self._error = self._proved()
         self._seconds["verify"] = time.monotonic() - began
         self._state, self._wrote = ("failed", True) if self._error else ("verified", False)
+        if self._error is None:
+            staged = self._incoming(receiver) if receiver.order.retain else None
+            self._retained = staged.on_host() if isinstance(staged, Staged) else None
+            receiver.discard()
         return self.report()
+
+    def rollback(self, update_id: str) -> WorkerReport:
+        """Bring back the update that was committed last, after one that failed when it had written. The engine must be paused.
+
+        On the way as any update: loaded, followed, proved.
+        """
+        receiver = self._expect(update_id, "applied", "failed")
+        if self._retained is None:
+            raise InternalError("no earlier update is kept in this worker", update_id=update_id, hint="Set sync.rollback to host")
+        began = time.monotonic()
+        receiver.discard()  # memory for what the load takes
+        self._wrote = True
+        self._error = self._load(self._retained) or self._proved()
+        self._state, self._wrote = ("failed", True) if self._error else ("rolled_back", False)
+        self._seconds["rollback"] = time.monotonic() - began
+        return self.report()
+
+    def _proved(self) -> WeightSyncError | None:
+        """What else follows the weights follows; then what stands against them."""
+        try:
+            self._follow()
+            return self._prove()
+        except WeightSyncError as exc:
+            return WeightSyncError.from_dict(exc.to_dict())
+        except Exception as exc:
+            return ApplyFailed(f"the weights are loaded, and what is made from them could not be: {type(exc).__name__}: {exc}")
 
     def _follow(self) -> None:
         """Cached values, storage and graphs follow the weights.
@@ -346,12 +371,14 @@ class Applier:
         if held is not None:
             held.close()
 
-    def _expect(self, update_id: str, state: str) -> Receiver:
+    def _expect(self, update_id: str, *states: str) -> Receiver:
         receiver = self._receiver
         at = self.report().state
-        if receiver is None or receiver.order.request.update_id != update_id or at != state:
+        if receiver is None or receiver.order.request.update_id != update_id or at not in states:
             have = receiver.order.request.update_id if receiver else "none"
-            raise InternalError(f"asked for update {update_id} in state {state}; have {have} in state {at}", update_id=update_id)
+            raise InternalError(
+                f"asked for update {update_id} in state {' or '.join(states)}; have {have} in state {at}", update_id=update_id
+            )
         return receiver
 
 

@@ -50,6 +50,10 @@ class WeightSyncExtension:
         """Prove what was applied."""
         return self._weightsync_answer(lambda: self._weightsync().verify(update_id))
 
+    def weightsync_rollback(self, update_id: str) -> dict[str, Any]:
+        """Bring back the update before this one."""
+        return self._weightsync_answer(lambda: self._weightsync().rollback(update_id))
+
     def weightsync_abort(self, update_id: str) -> dict[str, Any]:
         """End an update."""
         return self._weightsync_answer(lambda: self._weightsync().abort(update_id))

@@ -30,7 +30,8 @@ import torch
 
 from weightsync.errors import VerdictNotOk
 from weightsync.protocol import ContractReport
-from weightsync.storage.adopt import Adopter, Adoption
+from weightsync.storage import census
+from weightsync.storage.adopt import MAX_NEW_NAMES, Adopter, Adoption
 from weightsync.storage.contract import Contract, Kind, Place, Slot, Verdict, What, compare, same_number
 from weightsync.storage.lookup import Lookup
 from weightsync.storage.owners import resolve_global, rewalk
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 _LOGGED = 20
 #: What became of a path in a repair; kept for the report.
 _DONE = ("adopted", "refreshed", "followed", "strays")
+#: Stands for paths that were never sealed, once there have been too many to keep.
+_OTHERS = "<other new paths>"
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,15 @@ class Guard:
         self._repaired: dict[str, Counter[str]] = {}
         self._verdict: Verdict | None = None
         self._times: dict[str, float] = {}
-        self._seals = self._checks = 0
+        self._captures: frozenset[int] = frozenset()
+        self._seals = self._checks = self._new_names = 0
         self.seal()
 
-    def seal(self) -> None:
+    def seal(self) -> int:
         """Take the census and fix what must hold from now on; again after graphs were captured anew.
+
+        Returns:
+            How many captures of the seal before are still alive.
 
         Raises:
             UnsupportedEngine: as at the start. What was sealed before still holds then.
@@ -97,7 +104,7 @@ class Guard:
         began = time.monotonic()
         if self._seals:
             gc.collect()  # a graph that was let go of counts as alive until it is collected
-        seen = sealing.take_census(self._device, self._graphs)
+        captures, seen = census.captures(), sealing.take_census(self._device, self._graphs)
         counted = time.monotonic()
         roots: dict[str, object] = dict(self._model)
         if seen is None:
@@ -109,7 +116,7 @@ class Guard:
             swept = sweep(roots, lambda tensor: sealing.is_read(tensor, seen))
             found, globals_ = sealing.only_read(swept.everything, seen), swept.globals
             pins, kinds = sealing.pins_of(found, swept, seen, self._adopter.pins)
-            reads = sealing.reads(seen)
+            reads = sealing.reads(seen, pins)
         owned = time.monotonic()
         # Without graphs no kernel keeps a number.
         contract = Contract.seal(sealing.watch(slots_of(pins, reads, kinds)), found.scalars if seen is not None else {})
@@ -118,8 +125,10 @@ class Guard:
         self._roots, self._globals, self._seen, self._truncated = roots, globals_, seen, tuple(found.truncated)
         self._walked = lookup.differs(lookup.find(self._live()), found)
         self._seals += 1
+        kept, self._captures = len(captures & self._captures), captures
         self.sealed = Sealed(self._counts(), {"census": counted - began, "owners": owned - counted, "seal": time.monotonic() - counted})
         self._tell()
+        return kept
 
     def _counts(self) -> dict[str, int]:
         counts = {f"slots_{kind}": self.contract.kinds.get(kind, 0) for kind in Kind}
@@ -142,10 +151,19 @@ class Guard:
         if self._truncated:
             logger.warning("owners may be missing: the search stopped at %d place(s), first %s", len(self._truncated), self._truncated[0])
 
+    @property
+    def outdated(self) -> bool:
+        """Whether graphs were captured since the seal: what they read was not sealed."""
+        return self._seen is not None and not census.captures() <= self._captures
+
     def scalars_changed(self) -> list[str]:
         """Paths of sealed host numbers that have another value now, or none: a captured kernel keeps the old one."""
         now = self._now()[1]
         return [path for path, value in self.contract.scalars.items() if not same_number(value, now.get(path))]
+
+    def relaid(self, repaired: Adoption) -> list[str]:
+        """Sealed paths that a repair found with another layout: a captured kernel goes by the old one."""
+        return [path for path in repaired.changed_layout if path in self.contract.places]
 
     def repair(self) -> Adoption:
         """Bring back what a reload has moved. The engine must be paused."""
@@ -159,6 +177,9 @@ class Guard:
     def note(self, what: str, paths: Iterable[str]) -> None:
         """Count what was done to some paths, here or by somebody else, for the report."""
         for path in paths:
+            if path not in self._repaired and path not in self._adopter.pins.by_path:
+                path = path if self._new_names < MAX_NEW_NAMES else _OTHERS
+                self._new_names += path is not _OTHERS
             self._repaired.setdefault(path, Counter())[what] += 1
 
     def verify(self, repaired: Adoption) -> Verdict:

@@ -4,7 +4,8 @@ A model may cache what it derives from weights: merged weights, products of scal
 It has none when it is loaded; an update must take it back to there and let it run
 once, or the cache stays that of the old weights. What counts is an attribute that
 was None or absent on an object when loading ended, or an empty list or dict, and has
-a tensor or a float in it when the contract is sealed.
+a tensor or a float in it when the contract is sealed. What took the place of something
+else (a number, an object, items of a list) can't be taken back, and is told of.
 
 A `Snapshot` holds no object alive and no tensor: only weak references and names.
 
@@ -27,19 +28,25 @@ from weightsync.storage.contract import same_number
 from weightsync.storage.owners import rewalk, walk
 
 _MISSING = object()
+_CONTAINERS = (list, tuple, dict)
 #: Classes of what belongs to compilers, adapters and runners: made after loading, and not derived from weights.
 _NOT_DERIVED = ("vllm.compilation", "vllm.lora", "vllm.v1", "vllm.distributed", "torch", "functools")
 
 
 @dataclass(frozen=True)
 class _Fresh:
-    """One object when loading ended: names with a value, names that were None, how long its containers were, where its tensors lay."""
+    """One object when loading ended: names with a value, names that were None, its numbers, how long its containers were.
+
+    `lay` is where its tensors lay, `items` where those in its containers did.
+    """
 
     ref: weakref.ref[Any]
     had: frozenset[str]
     none: frozenset[str]
     sizes: dict[str, int]
     lay: dict[str, int]
+    items: dict[str, frozenset[int]]
+    numbers: dict[str, float]
 
 
 class Snapshot:
@@ -47,22 +54,30 @@ class Snapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._fresh: dict[int, _Fresh] = {}
+        self._unheld: set[int] = set()  # objects that can't be referenced weakly
         known: dict[frozenset[str], frozenset[str]] = {}  # objects of a class have the same names: one set for all
         for owner, _, held in _objects(model):
             try:
                 ref = weakref.ref(owner)
             except TypeError:
+                self._unheld.add(id(owner))
                 continue
             had = frozenset(name for name, value in held.items() if value is not None)
             none = frozenset(name for name, value in held.items() if value is None)
             sizes = {name: len(value) for name, value in held.items() if type(value) in (list, dict)}
             lay = {name: _address(value) for name, value in held.items() if fields.is_tensor_type(type(value))}
-            self._fresh[id(owner)] = _Fresh(ref, known.setdefault(had, had), known.setdefault(none, none), sizes, lay)
+            items = {name: frozenset(map(_address, _tensors_in(value))) for name, value in held.items() if type(value) in _CONTAINERS}
+            numbers = {name: value for name, value in held.items() if type(value) is float}
+            self._fresh[id(owner)] = _Fresh(ref, known.setdefault(had, had), known.setdefault(none, none), sizes, lay, items, numbers)
 
     def of(self, owner: object) -> _Fresh | None:
         """The object as it was; None when it did not exist."""
         found = self._fresh.get(id(owner))
         return found if found is not None and found.ref() is owner else None
+
+    def is_new(self, value: object) -> bool:
+        """Whether an object came after loading had ended; False where that can't be told."""
+        return self.of(value) is None and id(value) not in self._unheld
 
     def registered(self, model: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Parameters and buffers under names that had one when loading ended."""
@@ -117,8 +132,13 @@ class Lazies:
         own |= {_address(tensor) for path, tensor in found.items() if path.startswith("runner.")}
         for owner, path, held in _objects(model):
             was = fresh.of(owner)
-            for name, value in held.items() if was is not None else ():
-                self._sort(owner, f"{path}.{name}", name, value, was, own)
+            if was is None:
+                continue
+            for name, value in held.items():
+                if self._replaced(fresh, name, value, was, own):
+                    self.unrefreshable.append(f"{path}.{name}")
+                else:
+                    self._sort(owner, f"{path}.{name}", name, value, was, own)
         self.note_captured()
 
     def __len__(self) -> int:
@@ -145,23 +165,28 @@ class Lazies:
         """Where they are."""
         return [lazy.path for lazy in self._found]
 
-    def _sort(self, owner: Any, path: str, name: str, value: Any, was: Any, own: set[int]) -> None:
+    def _replaced(self, fresh: Snapshot, name: str, value: Any, was: _Fresh, own: set[int]) -> bool:
+        """Whether this took the place of something else, so that no run would fill it in again."""
+        if name not in was.had:
+            return False
+        if type(value) is float:
+            return not same_number(value, was.numbers.get(name))
+        if fields.is_tensor_type(type(value)):
+            return _address(value) not in {was.lay.get(name), *own}
+        if type(value) in _CONTAINERS:
+            known = own | was.items.get(name, frozenset())
+            return not _was_empty(name, value, was) and any(_address(tensor) not in known for tensor in _tensors_in(value))
+        return _derives(value) and fresh.is_new(value) and any(_address(tensor) not in own for tensor in walk(value, "").tensors.values())
+
+    def _sort(self, owner: Any, path: str, name: str, value: Any, was: _Fresh, own: set[int]) -> None:
         kind = "none" if name in was.none else "absent"
         tensor = fields.is_tensor_type(type(value))
-        if name in was.lay and tensor:
-            # Another tensor than when loading ended, in whose place no run would put one again.
-            self.unrefreshable += [path] if _address(value) not in {was.lay[name], *own} else []
-            return
         if name in was.had:
-            grown = type(value) in (list, dict) and len(value) != was.sizes.get(name)
-            if not grown or not any(fields.is_tensor_type(type(item)) for item in _values(value)):
+            if not _was_empty(name, value, was) or all(_address(item) in own for item in _tensors_in(value)):
                 return
             kind = "items"
-            if was.sizes.get(name) != 0:
-                self.unrefreshable.append(path)
-                return
         elif not tensor and type(value) is not float:
-            if type(value) in (list, tuple, dict) or _derives(value):
+            if type(value) in _CONTAINERS or _derives(value):
                 found = walk(value, "").tensors.values()
                 self.unrefreshable += [path] if any(_address(t) not in own for t in found) else []
             return
@@ -234,7 +259,7 @@ def _objects(root: torch.nn.Module) -> Iterator[tuple[Any, str, dict[str, Any]]]
                 waiting.append((value, path + suffix))
         if fields.is_module(owner):
             held |= {name: None for table in (owner._parameters, owner._buffers) for name, value in table.items() if value is None}
-        if held:
+        if type(owner) not in _CONTAINERS:
             yield owner, path, held
 
 
@@ -242,6 +267,24 @@ def _held(owner: Any) -> dict[str, Any]:
     """An object's attributes by name."""
     reader = fields.reader(type(owner))
     return {suffix[1:]: value for suffix, value in reader(owner) if suffix[0] == "."} if reader is not None else {}
+
+
+def _tensors_in(container: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a container, and in those inside it."""
+    seen: set[int] = set()
+    waiting = [container]
+    while waiting:
+        value = waiting.pop()
+        if fields.is_tensor_type(type(value)):
+            yield value
+        elif type(value) in _CONTAINERS and id(value) not in seen:
+            seen.add(id(value))
+            waiting += _values(value)
+
+
+def _was_empty(name: str, value: Any, was: _Fresh) -> bool:
+    """Whether a list or dict was there when loading ended, with nothing in it: taking it back is clearing it."""
+    return type(value) in (list, dict) and was.sizes.get(name) == 0
 
 
 def _values(container: Any) -> list[Any]:

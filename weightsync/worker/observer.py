@@ -11,7 +11,7 @@ import torch
 
 from weightsync.errors import UnsupportedEngine
 from weightsync.protocol import ContractReport, WorkerReport
-from weightsync.worker import guard
+from weightsync.worker import guard, vllm_compat
 
 
 class Observer:
@@ -32,7 +32,7 @@ class Observer:
         self, model: torch.nn.Module, runner: Any, vllm_config: Any, device: torch.device, rank: int, why: UnsupportedEngine
     ) -> None:
         self.rank, self._why = rank, why
-        self._guard = guard.Guard(model, runner, device, graphs=not vllm_config.model_config.enforce_eager)
+        self._guard = guard.Guard(model, runner, device, graphs=vllm_compat.captures_graphs(vllm_config))
 
     def describe(self) -> WorkerReport:
         """What was sealed at the start."""
@@ -50,4 +50,4 @@ class Observer:
             hint="Install a proved vLLM, and set engine.unknown_vllm back to refuse",
         )
 
-    begin = apply = verify = abort = _refuse
+    begin = apply = verify = rollback = abort = _refuse

@@ -5,6 +5,7 @@ Not covered: telling a draft model's derived tensors from the engine's own by an
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -55,12 +56,23 @@ def is_read(tensor: torch.Tensor, seen: census.Census) -> bool:
     return at is not None and at[0] != 0 and seen.find(at[0]) is not None
 
 
-def reads(seen: census.Census) -> list[Read]:
-    """What the graphs read outside of their own pools."""
+def reads(seen: census.Census, pins: Pins) -> list[Read]:
+    """What the graphs read outside of their own pools: all of the allocator's, and of other memory what has an owner.
+
+    Other memory is the driver's and everybody's: weights offloaded to pinned host memory, but buffers of NCCL as well.
+    """
+    ends = {held.address: held.address + held.nbytes for held in pins.by_path.values() if held.address}
+    starts = sorted(ends)
+
+    def owned(address: int) -> bool:
+        at = bisect.bisect_right(starts, address) - 1
+        return at >= 0 and address < ends[starts[at]]
+
     return [
         Read(block.address + offset, block.nbytes, ", ".join(block.kernels[:3]), block.address, _KINDS[block.age], _origin(block))
-        for block in seen.external
+        for block in seen.blocks
         for offset in block.offsets
+        if block.kind == "external" or (block.kind == "unknown" and owned(block.address + offset))
     ]
 
 
@@ -108,7 +120,7 @@ def take_census(device: torch.device, graphs: bool) -> census.Census | None:
     """The census; None for an engine without graphs.
 
     Raises:
-        UnsupportedEngine: graphs are captured, and were not seen.
+        UnsupportedEngine: graphs are captured, and were not seen; or none was.
     """
     if device.type != "cuda" or not graphs:
         return None
@@ -118,6 +130,11 @@ def take_census(device: torch.device, graphs: bool) -> census.Census | None:
             hint="Start it with worker_extension_cls=weightsync.worker.extension.WeightSyncExtension, or with enforce_eager",
         )
     seen = census.take()
+    if not seen.graphs:
+        raise UnsupportedEngine(
+            "this engine captures CUDA graphs and the census has counted none: nothing would be proved",
+            hint="Let nothing take the place of torch.cuda.CUDAGraph behind the worker extension, or start with enforce_eager",
+        )
     if unread := {reason: count for reason, count in seen.unread.items() if count}:
         logger.warning("%d graph node(s) could not be read: %s", sum(unread.values()), unread)
     return seen

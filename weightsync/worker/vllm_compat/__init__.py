@@ -22,7 +22,7 @@ Not covered: layers that `unproved_layers` names: the engine then refuses to sta
 from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
 from weightsync.worker.vllm_compat.first_run import find_lazies, note_loaded, run_once, watch_loading
-from weightsync.worker.vllm_compat.graphs import graph_holders, recapture
+from weightsync.worker.vllm_compat.graphs import captures_graphs, graph_holders, recapture
 from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, unproved_layers
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
@@ -36,6 +36,7 @@ __all__ = [
     "WRITTEN_IN_PLACE",
     "Blueprint",
     "Reload",
+    "captures_graphs",
     "cold_load_context",
     "draw",
     "find_lazies",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 
 from weightsync.errors import UnsupportedEngine
 
@@ -41,6 +41,12 @@ def recapture(runner: Any, vllm_config: Any, release: Sequence[Callable[[], obje
     kept = contextlib.nullcontext() if second else runner.preserve_serving_state()
     with kept, set_current_vllm_config(vllm_config):
         runner.capture_model()
+
+
+def captures_graphs(vllm_config: Any) -> bool:
+    """Whether an engine was configured to capture graphs."""
+    eager = vllm_config.model_config.enforce_eager
+    return not eager and vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
 
 def graph_holders(runner: Any) -> list[Callable[[], object]]:

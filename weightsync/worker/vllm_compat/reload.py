@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
+from weightsync.errors import ApplyFailed
 from weightsync.storage.adopt import rebind_temporaries
 from weightsync.storage.pins import same_bytes
 from weightsync.worker.vllm_compat.blueprint import Alias, Blueprint
@@ -48,7 +49,8 @@ class Reload:
       stock code leaves memory as it comes, in padding and in what nothing is loaded into.
     - Buffers outside the checkpoint that processing computes are brought back like
       others; stock code skips them. Those that it leaves alone keep their value.
-    - Tensors that processing hangs on a parameter are taken over to the one that is put back.
+    - Tensors and numbers that processing hangs on a parameter are taken over to the one that is put back.
+    - Where processing makes another dtype than at the start, the reload fails: stock code casts.
     - A buffer that was a view of a parameter, until processing moved the parameter away, is given
       what was loaded, as the view got it in a cold load.
     - Names that a fresh layer registers as None are so again while it is processed.
@@ -190,13 +192,15 @@ class Reload:
             temporaries = {name: t for name in (*parameters, *buffers) if isinstance(t := getattr(layer, name, None), torch.Tensor)}
             pinned = [t.untyped_storage() for t in temporaries.values()] if holds_foreign(layer) else []
             computed = self._computed(info, temporaries)
+            left = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights} - computed.keys()
+            self._require_dtypes(layer, {**parameters, **buffers}, {n: t for n, t in temporaries.items() if n not in left})
             stock(layer, info)
             for name, value in computed.items():
                 buffers[name].data.copy_(value)
             registered = {name: getattr(layer, name) for name in temporaries}
             for name, temporary in temporaries.items():
                 # What hangs on a parameter is of the old weights on the one that was put back.
-                vars(registered[name]).update({key: value for key, value in vars(temporary).items() if isinstance(value, torch.Tensor)})
+                vars(registered[name]).update({key: value for key, value in vars(temporary).items() if _holds_values(value)})
             self.counts["buffers_recomputed"] += len(computed)
             self.counts["temporaries_rebound"] += len(rebind_temporaries(temporaries, registered).rebound)
             _PINNED[layer] = pinned
@@ -204,6 +208,17 @@ class Reload:
             self._made = {}
 
         return place
+
+    def _require_dtypes(self, layer: torch.nn.Module, kernel: dict[str, torch.Tensor], made: dict[str, torch.Tensor]) -> None:
+        """That processing has made what it made at the start: stock code would cast another dtype, which rounds without a word."""
+        for name, tensor in made.items():
+            if tensor.dtype != kernel[name].dtype:
+                path = f"{self._paths[layer]}.{name}".lstrip(".")
+                raise ApplyFailed(
+                    f"processing made {path} of {tensor.dtype}, and captured graphs read {kernel[name].dtype}",
+                    hint="Restart this engine on the new weights, and report its model",
+                    names=[path],
+                )
 
     def _computed(self, info: Any, temporaries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Buffers outside the checkpoint that processing gave other values: what it put there, or wrote into what they started from."""
@@ -230,6 +245,13 @@ class Reload:
                 count += 1
         layerwise.LOADING_LAYERS.clear()
         return count
+
+
+def _holds_values(value: object) -> bool:
+    """Whether something on a parameter may derive from weights: a tensor, a number with a fraction, or a container with either."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_values, value))
+    return any(map(_holds_values, value.values())) if isinstance(value, dict) else isinstance(value, (torch.Tensor, float))
 
 
 def reload_waiting(model: torch.nn.Module) -> dict[str, int]:

@@ -26,6 +26,12 @@ PROVED_SOURCES = {
         "_layerwise_process": {"fde7490d7e642b34"},
         "_copy_and_restore_kernel_tensors": {"c98331c098210ea3"},
         "_place_kernel_tensors": {"9a7d866d7e5dcac8"},
+        # Calls what counts elements, and drops what comes after a layer was processed.
+        "make_online_process_loader": {"69f7eddcc51ba195"},
+        "_wrap_parameters_weight_loader": {"a6cfd5539e68b7f1"},
+        "_get_original_loader": {"451476e6c046a6b1"},
+        "_finalize_attention_layer": {"6d4d9b2613914d1d"},
+        "_reload_attention_scales": {"a214bc0d105903eb"},
     },
     meta: {
         "materialize_layer": {"4684fdc8b9d6e6cf"},
@@ -36,7 +42,7 @@ PROVED_SOURCES = {
 
 
 def told(vllm_config: Any) -> dict[str, Any]:
-    """What the service told this engine's workers: `strict` and `unknown_vllm`; empty where both are at their defaults."""
+    """What the service told this engine's workers: `strict`, `unknown_vllm`, `frozen`; empty where all are at their defaults."""
     found: dict[str, Any] = (vllm_config.additional_config or {}).get("weightsync", {})
     return found
 
@@ -73,11 +79,20 @@ def require_sources(owner: ModuleType | type, functions: Mapping[str, set[str]])
     """
     for name, proved in functions.items():
         try:
-            source = inspect.getsource(getattr(owner, name))
-        except (OSError, AttributeError):  # replaced at run time by something that has none, or gone
+            source = inspect.getsource(_unwrapped(getattr(owner, name)))
+        except (OSError, AttributeError, TypeError):  # replaced at run time by something that has none, or gone
             source = ""
         if hashlib.sha256(source.encode()).hexdigest()[:16] not in proved:
             raise UnknownVllm(
                 f"vLLM {vllm_version()}: {name} in {owner.__name__} is not the one that was proved",
                 hint="Install an unchanged vLLM of a proved version",
             )
+
+
+def _unwrapped(function: Any) -> Any:
+    """The function below the decorators that it was proved with. `inspect` would look through anybody's, and show what isn't run."""
+    while hasattr(function, "__wrapped__"):
+        if str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0] not in ("torch", "vllm", "contextlib"):
+            raise AttributeError("wrapped by somebody else")
+        function = function.__wrapped__
+    return function

@@ -1,0 +1,89 @@
+"""Faults on order in a real engine's worker: this folder on PYTHONPATH, and FAULT_FILE with what is to fail.
+
+The file has JSON: `engine` (ordinal), `step` (`apply`, `verify` or `either`), `at` (tensors that are loaded before
+it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
+
+Not covered: faults outside a worker.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TARGET = "weightsync.worker.applier"
+SAID = "a fault made for a test"
+
+
+def due(applier: Any, step: str) -> dict[str, Any] | None:
+    """The fault that this step of this worker must have now."""
+    file = Path(os.environ["FAULT_FILE"])
+    try:
+        fault: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    if fault["times"] < 1 or fault["step"] not in (step, "either") or applier._receiver.order.engine != fault["engine"]:
+        return None
+    part = file.with_suffix(".part")  # other workers read it at any moment
+    part.write_text(json.dumps(fault | {"times": fault["times"] - 1}))
+    part.replace(file)
+    return fault
+
+
+class Broken:
+    """An update whose loading fails after some tensors."""
+
+    def __init__(self, incoming: Any, at: int) -> None:
+        self._incoming, self._at = incoming, at
+        self.manifest, self.load_map = incoming.manifest, incoming.load_map
+
+    def stream(self, taken: list[str]) -> Iterator[tuple[str, Any]]:
+        for index, pair in enumerate(self._incoming.stream(taken)):
+            if index == self._at:
+                raise RuntimeError(SAID)
+            yield pair
+
+
+def break_(module: Any) -> None:
+    """Put the faults around the applier's steps."""
+    applier = module.Applier
+    stock_load, stock_prove = applier._load, applier._prove
+
+    def load(self: Any, incoming: Any) -> Any:
+        fault = due(self, "apply")
+        return stock_load(self, incoming if fault is None else Broken(incoming, fault["at"]))
+
+    def prove(self: Any) -> Any:
+        return module.VerdictNotOk(SAID) if due(self, "verify") else stock_prove(self)
+
+    applier._load, applier._prove = load, prove
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Breaks one module when it has been imported."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != TARGET:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None and spec.loader is not None
+        stock = spec.loader.exec_module
+
+        def execute(module: ModuleType) -> None:
+            stock(module)
+            break_(module)
+
+        spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+if os.environ.get("FAULT_FILE"):
+    sys.meta_path.insert(0, Finder())

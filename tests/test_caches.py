@@ -1,0 +1,302 @@
+"""What becomes of caches and of requests in flight at an update, on real engines: one that resets, one that salts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleets import Fleet, wait_until
+from weightsync import WeightSync
+from weightsync.errors import ManifestRefused, VerdictNotOk
+from weightsync.protocol import EngineState
+
+pytestmark = pytest.mark.engine
+
+KIND = "qwen3"
+BLOCK = 32  # tokens; a prompt is cached block by block
+PROMPT = [3 + (7 * n) % 500 for n in range(200)]
+CACHED = 192  # tokens of the prompt that lie in full blocks
+LONG = 500 - len(PROMPT)
+
+
+def start(checkpoint: Any, home: Path, policy: str, connector: str = "") -> Fleet:
+    extra: dict[str, Any] = {"block_size": BLOCK}
+    if connector:
+        config = {"kv_connector": connector, "kv_connector_module_path": "tests.recording_connector", "kv_role": "kv_both"}
+        extra["kv_transfer_config"] = {**config, "kv_connector_extra_config": {"folder": str(home)}}
+    flags = [f"--sync.caches={policy}", f"--engine.extra={json.dumps(extra)}"]
+    return Fleet(checkpoint(KIND, 1), home, flags=flags, env={"PYTHONPATH": str(Path(__file__).parent.parent)})
+
+
+@pytest.fixture(scope="module")
+def resetting(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    running = start(checkpoint, tmp_path_factory.mktemp("resetting"), "reset", "RecordingConnector").ready()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def salting(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    running = start(checkpoint, tmp_path_factory.mktemp("salting"), "salt").ready()
+    yield running
+    assert running.stop() == 0
+
+
+class Asked:
+    """Requests to a fleet's only engine.
+
+    Attributes:
+        begun: tokens that the stream under way has brought, for each of `in_flight`.
+    """
+
+    def __init__(self, fleet: Fleet, sync: WeightSync) -> None:
+        self._url, self._headers = sync.engines()[0].url, {"authorization": f"Bearer {fleet.token}"}
+        self.begun: dict[int, int] = {}
+
+    def once(self, prompt: list[int], max_tokens: int = 8, named: str | None = None) -> tuple[list[int], int, str | None]:
+        """Greedy tokens, how many tokens of the prompt came from the cache, and the version named by the answer."""
+        headers = self._headers | ({} if named is None else {"x-weightsync-version": named})
+        response = httpx.post(self._url + "/inference/v1/generate", json=_body(prompt, max_tokens), headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0, response.headers.get("x-weightsync-version")
+
+    def in_flight(self, number: int) -> dict[str, Any]:
+        """One long generation, streamed: tokens, version spans, why it ended."""
+        self.begun[number] = 0
+        made: dict[str, Any] = {"tokens": [], "spans": None, "reason": None}
+        body = {**_body(PROMPT[number:] + PROMPT[:number], LONG), "stream": True}
+        with httpx.stream("POST", self._url + "/inference/v1/generate", json=body, headers=self._headers, timeout=120) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                    made["tokens"] += choice["token_ids"] or ()
+                    made["spans"] = choice.get("weight_versions") or made["spans"]
+                    made["reason"] = choice.get("finish_reason") or made["reason"]
+                self.begun[number] = len(made["tokens"])
+        return made
+
+
+def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": prompt, "sampling_params": sampling, "model": "policy"}
+
+
+@pytest.fixture
+def reset(resetting: Fleet, tensors: Any) -> Iterator[tuple[WeightSync, Asked, Path]]:
+    """A trainer, who asks, and the connector's log, empty; the engine serves A."""
+    with resetting.client() as sync:
+        sync.sync_weights(tensors(KIND, 1))
+        log = resetting.home / "log"
+        log.write_text("")
+        yield sync, Asked(resetting, sync), log
+
+
+def across_an_update(sync: WeightSync, asked: Asked, weights: Any, count: int) -> list[dict[str, Any]]:
+    """This many generations that are all under way when the update comes."""
+    published = sync.publish(weights)  # sent before they begin, so that only the applying falls into them
+    assert published.tensors_read(60)
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(asked.in_flight, number) for number in range(count)]
+        wait_until(lambda: len(asked.begun) == count and all(n >= 8 for n in asked.begun.values()), what="tokens of every request")
+        sync.commit(published)
+        return [request.result() for request in running]
+
+
+# --- reset --------------------------------------------------------------------------------------
+
+
+def test_behind_an_update_nothing_cached_is_used_and_none_is_reported(reset: Any, tensors: Any) -> None:
+    sync, asked, _ = reset
+    old, cached, _ = asked.once(PROMPT)
+    again = asked.once(PROMPT)
+    assert again[:2] == (old, CACHED)
+    sync.sync_weights(tensors(KIND, 2))
+    new, cached, _ = asked.once(PROMPT)
+    assert cached == 0 and new != old
+    sync.sync_weights(tensors(KIND, 2))  # the same weights once more, and nothing cached: what a cold engine says
+    assert asked.once(PROMPT)[:2] == (new, 0)
+    assert asked.once(PROMPT)[:2] == (new, CACHED)
+
+
+def test_a_connector_is_reset_once_an_update_and_before_the_first_new_request(reset: Any, tensors: Any) -> None:
+    sync, asked, log = reset
+    asked.once(PROMPT)
+    for seed in (2, 1, 2):
+        sync.sync_weights(tensors(KIND, seed))
+        asked.once(PROMPT)
+    begin = f"begin {len(PROMPT)} tokens, 0 from the cache"
+    assert log.read_text().splitlines() == [begin, *["reset", begin] * 3]
+
+
+def test_an_update_that_is_refused_or_aborted_resets_nothing(reset: Any, tensors: Any) -> None:
+    sync, _, log = reset
+    with pytest.raises(ManifestRefused, match="lm_head"):
+        sync.sync_weights({k: v for k, v in tensors(KIND, 2).items() if k != "lm_head.weight"})
+    published = sync.publish(tensors(KIND, 2))
+    assert published.tensors_read()
+    sync.close()
+    assert log.read_text() == ""
+
+
+def test_requests_in_flight_let_their_blocks_go_and_go_on_with_the_new_weights(reset: Any, tensors: Any) -> None:
+    sync, asked, log = reset
+    old = sync.status().committed_version
+    made = across_an_update(sync, asked, tensors(KIND, 2), 2)
+    for one in made:
+        assert one["reason"] == "length" and len(one["tokens"]) == LONG
+        first, second = one["spans"]
+        assert (first["version"], second["version"]) == (str(old), str(old + 1))
+        assert (first["start"], second["end"]) == (0, LONG) and 8 <= first["end"] == second["start"] < LONG
+    lines = log.read_text().splitlines()
+    at = lines.index("reset")
+    assert lines.count("reset") == 1
+    # Both begin anew behind the reset, with all their tokens and none of them from a cache.
+    assert len(lines[:at]) == len(lines[at + 1 :]) == 2 and all(line.endswith(" 0 from the cache") for line in lines[at + 1 :])
+    # What follows the update is what a request of the same tokens gets that never saw the old weights.
+    cut = made[0]["spans"][0]["end"]
+    alone = asked.once(PROMPT + made[0]["tokens"][:cut], max_tokens=8)
+    assert alone[0] == made[0]["tokens"][cut : cut + 8]
+
+
+def test_a_reset_that_is_not_done_at_first_is_followed_up(reset: Any, tensors: Any) -> None:
+    sync, asked, log = reset
+    (log.parent / "refusals").write_text("3")
+    sync.sync_weights(tensors(KIND, 2))
+    assert log.read_text().splitlines() == ["refused"] * 3 + ["reset"]
+    assert asked.once(PROMPT)[1] == 0
+
+
+def test_a_reset_that_is_never_done_fails_the_update_names_the_cache_and_the_next_one_repairs(reset: Any, tensors: Any) -> None:
+    sync, asked, log = reset
+    (log.parent / "refusals").write_text("1000")
+    with pytest.raises(VerdictNotOk, match="the KV connector's cache could not be dropped") as caught:
+        sync.sync_weights(tensors(KIND, 2))
+    assert caught.value.phase == "resume" and caught.value.engine == 0
+    assert sync.engines()[0].state == EngineState.QUARANTINED and sync.status().ready == 0
+    (log.parent / "refusals").write_text("0")
+    sync.sync_weights(tensors(KIND, 2))
+    assert sync.status().ready == 1 and asked.once(PROMPT)[1] == 0
+
+
+def test_publishing_a_version_ends_no_running_request(reset: Any, tensors: Any) -> None:
+    sync, asked, _ = reset
+    made = across_an_update(sync, asked, tensors(KIND, 1), 16)
+    assert [one["reason"] for one in made] == ["length"] * 16
+    assert all(len(one["tokens"]) == one["spans"][-1]["end"] == LONG for one in made)
+    assert sum(len(one["spans"]) == 2 for one in made) == 16
+
+
+def test_a_connector_that_can_not_be_reset_is_refused_at_the_start(checkpoint: Any, tmp_path: Path) -> None:
+    refused = start(checkpoint, tmp_path / "home", "reset", "ForgetfulConnector")
+    try:
+        assert refused.process.wait(120) == 1
+    except subprocess.TimeoutExpired:
+        refused.stop()
+        raise
+    assert "the KV connector ForgetfulConnector has no reset_cache" in refused.log.read_text()
+
+
+# --- salt ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def salt(salting: Fleet, tensors: Any) -> Iterator[tuple[WeightSync, Asked]]:
+    with salting.client() as sync:
+        sync.sync_weights(tensors(KIND, 1))
+        yield sync, Asked(salting, sync)
+
+
+def test_under_salt_a_new_request_finds_nothing_old_and_a_conversation_keeps_its_own(salt: Any, tensors: Any) -> None:
+    sync, asked = salt
+    version = sync.status().committed_version
+    old, cached, named = asked.once(PROMPT)
+    assert (cached, named) == (0, str(version))
+    assert asked.once(PROMPT)[:2] == (old, CACHED)
+    sync.sync_weights(tensors(KIND, 2))
+    new, cached, now = asked.once(PROMPT)
+    assert (cached, now) == (0, str(version + 1)) and new != old
+    # A later turn of the first conversation, which sends the header back: its blocks are still there.
+    assert asked.once([*PROMPT, *old], named=named)[1:] == (CACHED, named)
+    # One that claims a version to come begins with the engine's own.
+    assert asked.once(PROMPT, named=str(version + 2))[1:] == (CACHED, now)
+    sync.sync_weights(tensors(KIND, 1))
+    assert asked.once(PROMPT) == (old, 0, str(version + 2))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_under_salt_the_openai_routes_know_versions_and_clients_salts(path: str, salting: Fleet, salt: Any, tensors: Any) -> None:
+    if path.endswith("chat/completions"):
+        pytest.skip("the tests' checkpoints have no tokenizer")
+    sync, asked = salt
+
+    def cached(**more: Any) -> int:
+        body = {"model": "policy", "max_tokens": 2, "temperature": 0.0, "prompt": PROMPT, **more}
+        response = httpx.post(asked._url + path, json=body, headers=asked._headers, timeout=60)
+        assert response.status_code == 200, response.text
+        return int((response.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+    assert [cached(), cached(), cached(cache_salt="mine"), cached(cache_salt="mine")] == [0, CACHED, 0, CACHED]
+    sync.sync_weights(tensors(KIND, 2))
+    assert [cached(), cached(), cached(cache_salt="mine"), cached(cache_salt="mine")] == [0, CACHED, 0, CACHED]
+    refused = httpx.post(asked._url + path, json={"model": "policy", "prompt": PROMPT, "cache_salt": "a/b"}, headers=asked._headers)
+    assert refused.status_code == 400 and "cache_salt" in refused.text
+
+
+def test_under_salt_requests_in_flight_keep_their_blocks_and_none_ends(salt: Any, tensors: Any) -> None:
+    sync, asked = salt
+    old = sync.status().committed_version
+    one = across_an_update(sync, asked, tensors(KIND, 2), 1)[0]
+    assert one["reason"] == "length" and [span["version"] for span in one["spans"]] == [str(old), str(old + 1)]
+    # Its blocks, of both weights, answer for its own conversation; a new one starts from nothing.
+    conversation = PROMPT + one["tokens"][: LONG - 20]
+    full = len(conversation) // BLOCK * BLOCK
+    assert asked.once(conversation, named=str(old))[1] == full
+    assert asked.once(conversation)[1] == 0
+
+
+def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(salt: Any, tensors: Any) -> None:
+    sync, asked = salt
+    version = sync.status().committed_version
+    assert asked.once(PROMPT)[1] == 0 and asked.once(PROMPT)[1] == CACHED
+    sync.sync_weights(tensors(KIND, 2), version, rewind=True)
+    tokens, cached, named = asked.once(PROMPT)
+    assert (cached, named) == (0, str(version))
+    sync.sync_weights(tensors(KIND, 2))
+    assert asked.once(PROMPT)[:2] == (tokens, 0)
+
+
+def test_under_salt_a_request_during_the_update_begins_with_the_new_version(salt: Any, tensors: Any) -> None:
+    sync, asked = salt
+    stop, answers = threading.Event(), []
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(asked.once(PROMPT))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        said = {seed: set[tuple[int, ...]]() for seed in (1, 2)}
+        first = sync.status().committed_version
+        for number in range(10):
+            sync.sync_weights(tensors(KIND, 2 - number % 2))
+            before = len(answers)
+            wait_until(lambda before=before: len(answers) > before + 2)  # type: ignore[misc]
+    finally:
+        stop.set()
+        thread.join(60)
+    for tokens, _, named in answers:
+        said[1 + (int(named or 0) - first) % 2].add(tuple(tokens))
+    # What is found under a version's salt was computed with that version: each of the two gives one answer, at most one more
+    # for requests that an update fell into.
+    assert {len(found) for found in said.values()} <= {1, 2, 3} and said[1] != said[2]

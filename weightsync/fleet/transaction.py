@@ -1,0 +1,111 @@
+"""One engine's part in one commit: pause, apply, verify; once more if that failed; or back to the version before.
+
+What failed behind the first write is tried once more from the staged bytes, which are
+all still there. If that fails too and the workers keep the last committed update, that
+one is applied and proved in the same way, and the engine goes on with the version it had.
+
+Not covered: caches, version stamp and resume, which the engine actor does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Protocol
+
+from weightsync.codec import decode
+from weightsync.errors import ApplyFailed, InternalError, VerdictNotOk, WeightSyncError
+from weightsync.protocol import Phase, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+
+class PausableEngine(Protocol):
+    """What a transaction needs of an engine (`vllm_api.Engine`)."""
+
+    async def pause(self) -> bool: ...
+
+    async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+
+
+class Transaction:
+    """See the module.
+
+    Args:
+        engine: the engine, which serves.
+        update_id: a staged update.
+        tries: how often it may be applied.
+        seconds_for_all: no further try begins later than this after the pause.
+
+    Attributes:
+        phase: what is being done, or failed.
+        wrote: live storage does not hold what it held before.
+        seconds: by phase.
+        checks: what the workers counted, summed; `second_tries` and `rolled_back` are ours.
+    """
+
+    def __init__(self, engine: PausableEngine, update_id: str, *, tries: int, seconds_for_all: float) -> None:
+        self._engine, self._update_id, self._tries, self._most = engine, update_id, tries, seconds_for_all
+        self.phase, self.wrote = Phase.PAUSE, False
+        self.seconds: dict[str, float] = {}
+        self.checks: dict[str, int] = {}
+        self._began = time.monotonic()
+
+    async def pause(self) -> None:
+        """Freeze requests in flight.
+
+        Raises:
+            InternalError: the engine core does not confirm it.
+        """
+        if not await self._engine.pause():
+            raise InternalError("the engine core did not confirm the pause")
+        self.seconds[Phase.PAUSE] = time.monotonic() - self._began
+
+    async def bring(self) -> None:
+        """Apply and verify.
+
+        Raises:
+            WeightSyncError: a worker's. `wrote` says whether the engine can just go on.
+        """
+        for left in reversed(range(self._tries)):
+            try:
+                await self._step(Phase.APPLY, "weightsync_apply")
+                await self._step(Phase.VERIFY, "weightsync_verdict")
+                return
+            except (ApplyFailed, VerdictNotOk) as exc:
+                if not left or time.monotonic() - self._began > self._most:
+                    raise
+                logger.warning("update %s is tried once more from the staged bytes: %s", self._update_id, exc)
+                self.checks["second_tries"] = self.checks.get("second_tries", 0) + 1
+
+    async def roll_back(self) -> None:
+        """Bring back the version before.
+
+        Raises:
+            WeightSyncError: a worker's; `wrote` stays true.
+        """
+        failed_in = self.phase
+        await self._step(Phase.ROLLBACK, "weightsync_rollback")
+        self.phase = failed_in
+        self.checks["rolled_back"] = 1
+
+    async def _step(self, phase: Phase, method: str) -> None:
+        self.phase, began = phase, time.monotonic()
+        self.wrote = True  # until every worker has said that it did not
+        reports = [decode(WorkerReport, report) for report in await self._engine.rpc(method, self._update_id)]
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+        # What is verified is the new version, and not yet the engine's: caches and the stamp come behind.
+        self.wrote = any(report.wrote for report in reports) or phase == Phase.VERIFY
+        tries = {key: self.checks[key] for key in ("second_tries",) if key in self.checks}
+        self.checks = _sum(reports) | tries
+        for report in reports:
+            if report.error is not None:
+                raise WeightSyncError.from_dict(report.error)
+
+
+def _sum(reports: list[WorkerReport]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for report in reports:
+        for key, value in report.checks.items():
+            total[key] = total.get(key, 0) + value
+    return total

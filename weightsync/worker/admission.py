@@ -1,0 +1,247 @@
+"""Whether a trainer's manifest is a complete set of weights for this engine, before a byte moves.
+
+Names come first (`naming`): wrappers are taken off, and what can't be meant is
+refused. Then the model's own loaders say where each tensor goes (`loadmap`), and
+what they make of the manifest is compared, region by region, with what they make of
+the checkpoint that the engine started from. So another layout of the same weights
+(experts in one tensor, or one by one) is taken when the loaders fill the same places.
+
+Not covered: the order of parts inside a tensor (gate before up), which no shape shows;
+layers whose values a model's own hook makes from other layers' weights, of which some are frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from weightsync.errors import ConfigError, ManifestRefused
+from weightsync.protocol import Manifest, TensorSpec
+from weightsync.worker import naming, regions
+from weightsync.worker.loadmap import LoadMap, record
+
+_SHOWN = 20
+_HINT = "Send the tensors under the names, shapes and dtypes of the checkpoint that the engine was started from"
+
+
+def frozen_names(patterns: Sequence[str], base: LoadMap) -> frozenset[str]:
+    """Names of the engine's checkpoint that an update may leave out.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        if not (names := fnmatch.filter(base.specs, pattern)):
+            raise ConfigError(
+                f"engine.frozen: {pattern!r} matches no tensor of the engine's checkpoint",
+                hint=f"Patterns go by its names, such as {next(iter(base.specs), '')!r}",
+            )
+        found.update(names)
+    return frozenset(found)
+
+
+def admit(
+    manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Module], tied: bool, frozen: Collection[str] = frozenset()
+) -> LoadMap:
+    """Decide whether a manifest is a complete set of weights for this engine.
+
+    Args:
+        manifest: what the trainer offers.
+        base: the map of the checkpoint that the engine started from.
+        make_twin: builds a meta twin; called only when the manifest differs from `base`.
+        tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
+        frozen: names of the engine's checkpoint that may be left out, layer by layer.
+
+    Returns:
+        The map of this manifest.
+
+    Raises:
+        ManifestRefused: empty, unknown, missing, misshapen, wrong dtype, filled twice, or not to be told; with the names.
+    """
+    if not manifest.tensors:
+        raise ManifestRefused("the manifest is empty: no tensor was given", hint="Pass a model or (name, tensor) pairs")
+    resolved = naming.resolve([spec.name for spec in manifest.tensors], base.specs)
+    _require_meaning(resolved)
+    specs = [dataclasses.replace(s, name=resolved.names[s.name]) if s.name in resolved.names else s for s in manifest.tensors]
+    offered = {spec.name: spec for spec in specs}
+    if offered == base.specs:
+        return dataclasses.replace(base, names=resolved.names)
+    comparison = _Comparison(offered, base, {name: raw for raw, name in resolved.names.items()}, frozen)
+    comparison.require_known_as_they_are()
+    try:
+        found = record(make_twin(), specs)
+    except ManifestRefused as exc:
+        raise comparison.refused_by_loader(exc) from exc
+    found.names = resolved.names
+    comparison.require_same_places(found, tied)
+    return found
+
+
+def tied_heads(found: LoadMap) -> dict[str, list[str]]:
+    """Output heads that a tied model's loader passes over, each with the tensors that it must be a copy of one of.
+
+    The name alone does not make one: a draft's own head (`mtp.lm_head.weight`) is a tensor like others.
+    """
+
+    def is_head(name: str) -> bool:
+        return name == "lm_head.weight" or any(path == name or path.endswith(f".{name}") for path in found.aliases)
+
+    heads = [spec for name, spec in found.specs.items() if name not in found.writes and name.endswith("lm_head.weight") and is_head(name)]
+    taken = [spec for spec in found.specs.values() if spec.name in found.writes]
+    return {head.name: [s.name for s in taken if (s.shape, s.dtype) == (head.shape, head.dtype)] for head in heads}
+
+
+def _require_meaning(resolved: naming.Resolved) -> None:
+    """Refuse names of which it is known what they are, and that they can't be loaded."""
+    if names := resolved.adapter:
+        raise ManifestRefused(
+            f"{len(names)} tensor(s) are parts of an adapter that was not merged into the weights, the first {names[0]!r}",
+            hint="Merge the adapter first (in PEFT: model.merge_adapter()), and send the merged weights without its parts",
+            names=names,
+        )
+    if names := resolved.untrained:
+        raise ManifestRefused(
+            f"{len(names)} tensor(s) are what a module was before it was trained as a whole: {', '.join(names[:_SHOWN])}",
+            hint="Leave them out: the trained ones stand beside them, under modules_to_save",
+            names=names,
+        )
+    if resolved.ambiguous:
+        said = [f"{raw} may be {' or '.join(names)}" for raw, names in resolved.ambiguous.items()]
+        raise _refusal({"ambiguous": said}, list(resolved.ambiguous), hint="Send these under the engine's own names")
+    if resolved.collapsed:
+        said = [f"{' and '.join(raw)} are both {name}" for name, raw in resolved.collapsed.items()]
+        raise _refusal(
+            {"sent twice": said},
+            [name for raw in resolved.collapsed.values() for name in raw],
+            hint="Send each tensor once, under one name",
+        )
+
+
+class _Comparison:
+    """A manifest against the engine's checkpoint.
+
+    Args:
+        offered: the manifest, by the engine's names.
+        base: the map of the engine's checkpoint.
+        raw: the engine's name to the trainer's, where the two differ.
+        frozen: names that may be left out.
+    """
+
+    def __init__(self, offered: dict[str, TensorSpec], base: LoadMap, raw: Mapping[str, str], frozen: Collection[str]) -> None:
+        self._offered, self._base, self._raw, self._frozen = offered, base, raw, frozen
+        self._unknown = [name for name in offered if name not in base.specs]
+        self._absent = [name for name in base.specs if name not in offered and name not in frozen]
+
+    def require_known_as_they_are(self) -> None:
+        """Refuse names that the engine's own checkpoint has with another shape or dtype."""
+        offered, known = self._offered, self._base.specs
+        shape = [n for n, s in offered.items() if n in known and s.shape != known[n].shape]
+        dtype = [n for n, s in offered.items() if n in known and s.dtype != known[n].dtype]
+        if shape or dtype:
+            raise self._refuse(
+                {
+                    "wrong shape": [f"{self._say(n)} is {list(offered[n].shape)}, want {list(known[n].shape)}" for n in shape],
+                    "wrong dtype": [f"{self._say(n)} is {offered[n].dtype}, want {known[n].dtype}" for n in dtype],
+                    "unknown": self._closest(self._unknown),
+                },
+                shape + dtype,
+            )
+
+    def refused_by_loader(self, error: ManifestRefused) -> ManifestRefused:
+        """What to say when the model's loader stopped at a tensor: all that is known of the cause, and its own sentence."""
+        name, said = error.names[0], error.message[:300]
+        if name in self._base.specs:
+            return self._refuse({}, [name], loader=said)
+        # Names of another layout are unknown to the checkpoint and none the worse for it; here most, or all, are wrong.
+        advice = naming.prefix_advice(self._unknown, self._base.specs)
+        if advice or len(self._unknown) == len(self._offered):
+            kinds = {"unknown": self._closest(self._unknown), "missing": self._absent}
+            return self._refuse(kinds, self._unknown, advice=advice, loader=said)
+        return self._refuse({"unknown": self._closest([name])}, [name], loader=said)
+
+    def require_same_places(self, found: LoadMap, tied: bool) -> None:
+        """Refuse what the loaders make of the manifest where it is not what they make of the engine's own checkpoint."""
+        base = self._base
+        heads = tied_heads(found) if tied else {}
+        passed_over = [
+            n for n in found.specs if n not in found.writes and not (n in base.specs and n not in base.writes) and not heads.get(n)
+        ]
+        # What the engine's own checkpoint leaves as it was made would keep this update's value in all later ones.
+        new = {name: places for name, places in found.writes.items() if name not in base.specs}
+        beside = regions.uncovered(new, (place for places in base.writes.values() for place in places))
+        unknown = passed_over + list(beside)
+        lacking = regions.uncovered(base.writes, (place for places in found.writes.values() for place in places))
+        half = self._half_frozen(found, [name for name in lacking if name in self._frozen and name not in found.specs])
+        missing = [name for name in lacking if name not in found.specs and name not in self._frozen]
+        short = [f"{count} of {self._say(name)}'s elements" for name, count in lacking.items() if name in found.specs]
+        twice = {name: first for name, first in found.twice.items() if not self._overlap_in_base(name, first)}
+        dtype = [n for n, d in found.dtypes.items() if n not in base.specs and found.specs[n].dtype != d]
+        square = [name for name in new if name not in beside and self._could_be_transposed(name, found)]
+        kinds = {
+            "unknown": self._closest(unknown),
+            "missing": missing + short,
+            "filled twice": [f"{self._say(name)} fills what {self._say(first)} fills" for name, first in twice.items()],
+            "wrong dtype": [f"{self._say(n)} is {found.specs[n].dtype}, want {found.dtypes[n]}" for n in dtype],
+            "of a layer that is frozen in part (send all of it or nothing)": [f"{name} (beside {other})" for name, other in half.items()],
+            "in another layout than the checkpoint's, and square, so that no shape shows which way round (send them one by one)": [
+                f"{self._say(name)} {list(found.specs[name].shape)}" for name in square
+            ],
+        }
+        if any(kinds.values()):
+            advice = naming.prefix_advice(unknown, base.specs)
+            names = unknown + missing + [name for name in lacking if name in found.specs] + list(twice) + dtype + list(half) + square
+            raise self._refuse(kinds, names, advice=advice)
+
+    def _overlap_in_base(self, one: str, other: str) -> bool:
+        """Whether these two fill the same elements when the engine's own checkpoint is loaded (an input scale that gate and up share)."""
+        return bool(regions.overlaps({name: self._base.writes.get(name, ()) for name in (one, other)}))
+
+    def _half_frozen(self, found: LoadMap, absent: Sequence[str]) -> dict[str, str]:
+        """Tensors that were left out of layers which others are sent for, each with one of those.
+
+        A reload makes such a layer anew: what nothing arrives for starts as in a fresh one.
+        """
+        sent = {_layer(place): self._say(name) for name, places in found.writes.items() for place in places}
+        layers = {name: sorted({_layer(place) for place in self._base.writes[name]} & sent.keys()) for name in absent}
+        return {name: sent[shared[0]] for name, shared in layers.items() if shared}
+
+    def _could_be_transposed(self, name: str, found: LoadMap) -> bool:
+        """Whether a stacked tensor of another layout than the checkpoint's looks the same either way round."""
+        shape = found.specs[name].shape
+        if len(shape) < 3 or shape[-1] != shape[-2] or shape[-1] == 1:
+            return False
+        places = set(found.writes[name])
+        return not any(spec.shape == shape and set(self._base.writes.get(other, ())) == places for other, spec in self._base.specs.items())
+
+    def _say(self, name: str) -> str:
+        """A tensor's name for a message: the trainer's, and how it was read."""
+        return f"{raw} (read as {name})" if (raw := self._raw.get(name)) else name
+
+    def _closest(self, names: Sequence[str]) -> list[str]:
+        """Each name with the one of the engine's checkpoint that is most like it; only for those that are shown."""
+        pairs = zip(names, naming.closest(names[:_SHOWN], self._base.specs), strict=False)
+        return [f"{self._say(name)} (closest: {close})" if close else self._say(name) for name, close in pairs] + list(names[_SHOWN:])
+
+    def _refuse(self, kinds: Mapping[str, Sequence[str]], names: Sequence[str], *, advice: str = "", loader: str = "") -> ManifestRefused:
+        return _refusal(kinds, [self._raw.get(name, name) for name in names], advice=advice, loader=loader)
+
+
+def _refusal(
+    kinds: Mapping[str, Sequence[str]], names: Sequence[str], *, advice: str = "", loader: str = "", hint: str = _HINT
+) -> ManifestRefused:
+    parts = [advice] if advice else []
+    for kind, entries in kinds.items():
+        if entries:
+            more = f" and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
+            parts.append(f"{len(entries)} {kind}: {', '.join(entries[:_SHOWN])}{more}")
+    if loader:
+        parts.append(loader)
+    return ManifestRefused("; ".join(parts), hint=hint, names=names)
+
+
+def _layer(place: regions.Region) -> str:
+    return place[0].rpartition(".")[0]

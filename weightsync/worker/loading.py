@@ -1,0 +1,85 @@
+"""One load of an update's tensors into the live model, by the model's own loaders, and whether it was complete.
+
+Not covered: what follows the weights (cached values, repair, graphs); that is the applier's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weightsync.errors import ApplyFailed, WeightSyncError
+from weightsync.worker import vllm_compat
+from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.staging import Staged
+from weightsync.worker.streaming import Streamed
+
+
+def load(model: torch.nn.Module, vllm_config: Any, fresh: Any, incoming: Staged | Streamed, counts: dict[str, int]) -> None:
+    """Write an update into live storage. The engine must be paused.
+
+    Args:
+        model: the live model.
+        vllm_config: the engine's configuration.
+        fresh: the model's blueprint (`vllm_compat.draw`).
+        incoming: what to load.
+        counts: what was done is added here, also when it fails.
+
+    Raises:
+        ApplyFailed: a loader or a layer's processing raised, a tensor was left behind, or a layer is incomplete.
+            No layer is left half restored; values are a mixture of old and new.
+    """
+    taken: list[str] = []
+    counts["loaders_restored"] = fresh.restore_loaders(model)
+    reload = vllm_compat.Reload(model, vllm_config, fresh)
+    try:
+        with reload:
+            model.load_weights(incoming.stream(taken))
+            counts |= require_complete(incoming, taken, reload.waiting())
+            reload.finish()
+    except WeightSyncError:
+        raise
+    except Exception as exc:
+        tensors = incoming.manifest.tensors
+        at = tensors[min(len(taken), len(tensors) - 1)].name
+        raise ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at]) from exc
+    finally:
+        counts |= reload.counts
+
+
+def require_complete(incoming: Staged | Streamed, taken: list[str], waiting: dict[str, int]) -> dict[str, int]:
+    """Every tensor was taken from the stream, and every waiting layer has all that the map gives it.
+
+    Args:
+        taken: names that the loader has taken.
+        waiting: module path to elements loaded, of layers that were not processed.
+
+    Returns:
+        How many tensors and layers that was said of.
+
+    Raises:
+        ApplyFailed: with the names.
+    """
+    specs = incoming.manifest.tensors
+    if len(taken) != len(specs):
+        left = [spec.name for spec in specs[len(taken) :]]
+        raise ApplyFailed(f"the loader left {len(left)} tensor(s) behind: {', '.join(left[:20])}", names=left)
+    want: dict[str, int] = {}
+    for path, count in incoming.load_map.filled().items():
+        layer = path.rpartition(".")[0]
+        want[layer] = want.get(layer, 0) + count
+    short = [
+        f"{layer} ({loaded} of {want[layer]} elements)"
+        for layer, loaded in waiting.items()
+        if 0 < want.get(layer, 0) and loaded < want[layer] and not _loaded_directly(incoming.load_map, layer)
+    ]
+    if short:
+        raise ApplyFailed(f"{len(short)} layer(s) are incomplete: {', '.join(short[:20])}", names=short)
+    return {"tensors": len(taken), "layers": len(want)}
+
+
+def _loaded_directly(load_map: LoadMap, layer: str) -> bool:
+    """Whether all that the map sends to this layer goes to tensors which vLLM writes in place, uncounted."""
+    paths = [path for path in load_map.filled() if path.rpartition(".")[0] == layer]
+    return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)

@@ -1,0 +1,150 @@
+"""One update's bytes beside the live weights: where they lie, and the tensors in them.
+
+`host` is the worker's host memory, `gpu` its device's. `auto` takes the device when
+the bytes leave most of its free memory free, and the host otherwise: an engine that
+reserved nearly all of its GPU for the KV cache stages on the host.
+
+Not covered: host memory shared by the workers of a node, or only what a rank needs:
+each worker stages the whole stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from weightsync.errors import MemoryRefused, WeightSyncError
+from weightsync.protocol import Manifest
+from weightsync.transport.packing import Bucket, BucketPlan
+from weightsync.worker.loadmap import LoadMap
+
+#: Share of the free memory that staging may take: of the host's, and of a device's that was asked for.
+_SHARE = 0.8
+#: Of a device's, when nobody asked for it: the engine allocates there while it serves.
+_AUTO_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A complete update that live storage does not depend on.
+
+    Attributes:
+        manifest: names, dtypes, shapes, in the order of the stream.
+        offsets: first byte of each tensor in `data`.
+        data: shape [stream bytes], uint8.
+        load_map: where its tensors go.
+        skipped: the engine's names that the loader is not given (output heads that are the embedding).
+    """
+
+    manifest: Manifest
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+    load_map: LoadMap
+    skipped: Collection[str]
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """The tensor at this index of the manifest; a view."""
+        return view_of(self.data, self.manifest, self.offsets, index)
+
+    def stream(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the model's loader is given, by the engine's names; the trainer's goes into `taken` when it asks for the next."""
+        for index, spec in enumerate(self.manifest.tensors):
+            name = self.load_map.name(spec.name)
+            if name not in self.skipped:
+                yield name, self.tensor(index)
+            taken.append(spec.name)
+
+    def on_host(self) -> Staged:
+        """The same in host memory; itself if it is there already."""
+        return self if self.data.device.type == "cpu" else replace(self, data=self.data.cpu())
+
+
+class Whole:
+    """Memory for all of a stream, in the stream's own layout: what has landed is in place.
+
+    Args:
+        plan, manifest: of the update.
+        data: from `allocate`.
+    """
+
+    def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor) -> None:
+        self._manifest, self._offsets, self.data = manifest, plan.offsets, data
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def window(self, bucket: Bucket) -> torch.Tensor:
+        """Where a bucket lands, shape [its bytes], uint8."""
+        return self.data[bucket.start : bucket.start + bucket.nbytes]
+
+    def landed(self, bucket: Bucket) -> None:
+        """Nothing is left to do."""
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """The tensor at this index of the manifest; a view."""
+        return view_of(self.data, self._manifest, self._offsets, index)
+
+    def hand_over(self, indices: Collection[int]) -> None:
+        """They stay where they are."""
+
+    def fail(self, error: WeightSyncError) -> None:
+        """Nobody waits."""
+
+    def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
+        """All that has arrived, with where it goes."""
+        return Staged(self._manifest, self._offsets, self.data, load_map, frozenset(skipped))
+
+
+def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], index: int) -> torch.Tensor:
+    """A tensor of a stream of bytes that has all of it."""
+    spec = manifest.tensors[index]
+    flat = data[offsets[index] : offsets[index] + spec.nbytes].view(getattr(torch, spec.dtype))
+    return flat.reshape(spec.shape)
+
+
+def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device) -> torch.Tensor:
+    """Memory for a whole stream.
+
+    Args:
+        plan: of the update.
+        stage: `auto`, `host` or `gpu`.
+        device: the worker's.
+        landing: where the transport puts buckets.
+
+    Returns:
+        Shape [stream bytes], uint8, uninitialised.
+
+    Raises:
+        MemoryRefused: it would not fit, or a bucket would not fit on the device where buckets land.
+    """
+    on_device = _on_device(plan.stream_bytes, stage, device)
+    bucket = min(plan.bucket_bytes, plan.stream_bytes)
+    if landing.type == "cuda" and not on_device and bucket > (free := free_bytes(landing)):
+        raise MemoryRefused(
+            f"a bucket takes {bucket} bytes of the device's memory and {free} are free", hint="Send smaller buckets (bucket_bytes)"
+        )
+    where = device if on_device else torch.device("cpu")
+    free = free_bytes(where)
+    if plan.stream_bytes > free * _SHARE:
+        raise MemoryRefused(
+            f"staging needs {plan.stream_bytes} bytes of {'device' if on_device else 'host'} memory and {free} are free",
+            hint="Set sync.stage to host, or give the KV cache less"
+            if on_device
+            else "Give the engine's host more memory, or run fewer engines on it",
+        )
+    return torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
+
+
+def _on_device(nbytes: int, stage: str, device: torch.device) -> bool:
+    if device.type != "cuda" or stage == "host":
+        return False
+    return stage == "gpu" or nbytes <= free_bytes(device) * _AUTO_SHARE
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody has: of the host, or of a CUDA device as the driver sees it."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else int(psutil.virtual_memory().available)
