@@ -194,22 +194,31 @@ norm = applier.model.get_parameter("model.norm.weight")
 with torch.inference_mode():
     norm.data[-1] += 1
 broken = stored.check(applier._map, sent.items())[0]
-print("RESULT", json.dumps([len(before[0].names), error and str(error), counts, sorted(stored._paths), broken.names]), flush=True)
+said = {"before": len(before[0].names), "error": error and str(error), "counts": counts}
+said |= {"paths": sorted(stored._paths), "broken": broken.names}
+print("RESULT", json.dumps(said), flush=True)
 import os; os._exit(0)
 """
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
-def test_a_real_engines_own_parameters_are_compared(kind: str, checkpoint: Any) -> None:
-    job = json.dumps([str(checkpoint(kind, 1)), str(checkpoint(kind, 2)), ENGINE_ARGS])
-    environment = {**os.environ, **COLD_ENV}
-    done = subprocess.run([sys.executable, "-c", ON_VLLM, job], capture_output=True, text=True, timeout=200, env=environment)
+def on_vllm(first: Path, second: Path, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """What a real engine says that was started on the first checkpoint and then got the second."""
+    job = json.dumps([str(first), str(second), arguments])
+    command = [sys.executable, "-c", ON_VLLM, job]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    before, error, counts, paths, broken = json.loads(line.removeprefix("RESULT "))
-    print(counts, paths)
-    assert before and error is None
-    assert broken == ["model.norm.weight"]
-    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_norm.weight"} <= set(paths)
-    assert counts["stored"] >= 5
+    said: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return said
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("kind", "unchecked"), [("qwen3", 14), pytest.param("qwen3-moe", 34, marks=pytest.mark.slow)])
+def test_a_real_engines_own_parameters_are_compared(kind: str, unchecked: int, checkpoint: Any) -> None:
+    said = on_vllm(checkpoint(kind, 1), checkpoint(kind, 2), ENGINE_ARGS, COLD_ENV)
+    assert said["before"] == 11  # all that is compared differs while the engine holds its own checkpoint
+    assert said["error"] is None
+    # On a CPU the linear layers' weights are packed by the kernels' library, and experts are reordered.
+    assert said["counts"] == {"stored": 11, "stored_unchecked": unchecked}
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_norm.weight"} <= set(said["paths"])
+    assert said["broken"] == ["model.norm.weight"]
