@@ -315,3 +315,9 @@ def test_every_setting_says_what_it_is() -> None:
     for section in (config.EngineSettings, config.ApiSettings, config.SyncSettings, config.RaySettings):
         for key, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{key} has no docstring, so --help has none"
+
+
+@pytest.mark.parametrize(("key", "value"), [("sync.rollback", "host"), ("sync.verify_stored", "true")])
+def test_what_needs_staged_bytes_is_refused_without_staging(model: str, key: str, value: str) -> None:
+    assert f"{key}: got" in refused({"engine.model": model, "sync.stage": "none", key: value})
+    assert config.load({"engine.model": model, "sync.stage": "host", key: value})

@@ -140,6 +140,9 @@ class TestAnUpdate:
             _checks={},
             _seconds={},
             _repaired=Adoption(),
+            _stored=None,
+            _map=LoadMap({}),
+            _heads={},
         )
         return made
 
@@ -238,8 +241,7 @@ class TestAnUpdate:
 
         monkeypatch.setattr(f"weightsync.worker.vllm_compat.{step}", fail)
         worker._guard.repair = lambda: done.append("repair") or Adoption()
-        request = SimpleNamespace(request=SimpleNamespace(update_id="u"))
-        receiver = SimpleNamespace(order=request, tensors=1, nbytes=4, seconds={}, error=None, discard=lambda: done.append("discard"))
+        receiver = staged(discard=lambda: done.append("discard"))
         vars(worker).update(rank=0, _receiver=receiver, _state="applied", _error=None, _wrote=True)
         report = worker.verify("u")
         assert report.state == "failed" and report.wrote
@@ -257,11 +259,7 @@ def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captur
 
     reload = _Reload()
     made = object.__new__(Applier)  # without a runner, a repair or a run: whatever touches those raises
-    offered = offer({"w": torch.ones(1)})
-    plan = plan_buckets(offered.manifest, 64)
-    order = SimpleNamespace(request=SimpleNamespace(update_id="u"), stage="host")
-    whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
-    receiver = SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole)
+    receiver = staged()
     model = SimpleNamespace(load_weights=list)
     fresh = SimpleNamespace(restore_loaders=lambda _: 0)
     vars(made).update(rank=0, model=model, vllm_config=None, _receiver=receiver, _state="staged", _error=None, _fresh=fresh)
@@ -274,6 +272,15 @@ def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captur
         report = made.apply("u")
     assert report.state == "applied" and report.wrote and reload.finished
     assert sealed == [False, False] * outdated, "what somebody captured meanwhile is sealed before the first write"
+
+
+def staged(**more: Any) -> Any:
+    """What a worker has of an update that is all there."""
+    offered = offer({"w": torch.ones(1)})
+    plan = plan_buckets(offered.manifest, 64)
+    order = SimpleNamespace(request=SimpleNamespace(update_id="u"), stage="host", retain=False)
+    whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
+    return SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole, **more)
 
 
 class _Reload(contextlib.nullcontext[Any]):

@@ -32,7 +32,9 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Any, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    running = Fleet(checkpoint(KIND, 1), tmp_path_factory.mktemp("undo"), 2, ["--sync.rollback=host"], with_faults(fault)).ready()
+    running = Fleet(
+        checkpoint(KIND, 1), tmp_path_factory.mktemp("undo"), 2, ["--sync.rollback=host", "--sync.verify_stored=true"], with_faults(fault)
+    ).ready()
     yield running
     assert running.stop() == 0
 
@@ -57,6 +59,7 @@ def test_what_fails_once_is_tried_once_more_and_commits(step: str, sync: WeightS
     report = sync.sync_weights(tensors(KIND, 2))
     assert [v.committed for v in report.verdicts] == [True, True]
     assert [v.checks.get("second_tries", 0) for v in report.verdicts] == [1, 0]
+    assert all(v.checks["stored"] > 5 for v in report.verdicts), "embedding, head and norms stay as they are sent"
     assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 2)
 
 

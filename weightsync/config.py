@@ -147,6 +147,8 @@ class SyncSettings(_Section):
     rollback: Literal["off", "host"] = "off"
     """After an update that failed twice behind its first write: quarantine the engine until the next one, or bring the last committed
     update back, of which each worker then keeps a copy in host memory."""
+    verify_stored: bool = False
+    """After each update also compare the bytes of parameters that the engine keeps as they are loaded with what was sent."""
     caches: Literal["reset", "retain", "salt"] = "reset"
     """What becomes of prefix, connector, multimodal and encoder caches at an update: dropped once, kept in use, or kept for
     the requests that began before it, by vLLM's cache_salt."""
@@ -155,11 +157,11 @@ class SyncSettings(_Section):
     interface: str = ""
     """Network interface of the broadcast; torch chooses when empty."""
 
-    @field_validator("rollback")
+    @field_validator("rollback", "verify_stored")
     @classmethod
-    def _a_way_back_needs_bytes(cls, value: str, others: ValidationInfo) -> str:
-        if value != "off" and others.data.get("stage") == "none":
-            raise ValueError("off, as sync.stage is none: bytes that were not staged can't be kept")
+    def _needs_staged_bytes(cls, value: str | bool, others: ValidationInfo) -> str | bool:
+        if value not in ("off", False) and others.data.get("stage") == "none":
+            raise ValueError("off, as sync.stage is none: bytes that were not staged are gone")
         return value
 
 

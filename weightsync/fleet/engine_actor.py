@@ -80,7 +80,7 @@ class EngineActor:
     async def _start(self) -> None:
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
-        reports = await self._engine.rpc("weightsync_describe")
+        reports = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
         self._workers = len(reports)
         for report in reports:
             if report["error"]:

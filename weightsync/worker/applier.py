@@ -34,6 +34,7 @@ from weightsync.transport.communicator import Communicator
 from weightsync.worker import admission, guard, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
+from weightsync.worker.stored import Stored, checkpoint_tensors
 from weightsync.worker.streaming import Streamed
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Applier:
             )
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
+        self._stored: Stored | None = None
         self._retained: Staged | None = None  # the update that was committed last, where it is kept
         self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread
         self._receiver: Receiver | None = None
@@ -102,8 +104,15 @@ class Applier:
         """Whether live storage holds an update that was not proved."""
         return self._wrote
 
-    def describe(self) -> WorkerReport:
-        """What was sealed at the start, and how many bytes a complete update has."""
+    def describe(self, verify_stored: bool = False) -> WorkerReport:
+        """What was sealed at the start, and how many bytes a complete update has.
+
+        Args:
+            verify_stored: find out which parameters hold the checkpoint's bytes, to compare them after updates.
+        """
+        if verify_stored and self._stored is None:
+            folder = Path(str(self.vllm_config.model_config.model))
+            self._stored = Stored(self.model, self._base, checkpoint_tensors(folder))
         sealed = self._guard.sealed
         counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
         return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={**counts, **sealed.counts, **self._lazies.counts})
@@ -289,12 +298,12 @@ class Applier:
         """Bring the rest after the applied weights, and prove them. Asked for when every worker of the engine has applied them."""
         receiver = self._expect(update_id, "applied")
         began = time.monotonic()
-        self._error = self._proved()
+        incoming = self._incoming(receiver)
+        self._error = self._proved(incoming)
         self._seconds["verify"] = time.monotonic() - began
         self._state, self._wrote = ("failed", True) if self._error else ("verified", False)
         if self._error is None:
-            staged = self._incoming(receiver) if receiver.order.retain else None
-            self._retained = staged.on_host() if isinstance(staged, Staged) else None
+            self._retained = incoming.on_host() if receiver.order.retain and isinstance(incoming, Staged) else None
             receiver.discard()
         return self.report()
 
@@ -309,16 +318,20 @@ class Applier:
         began = time.monotonic()
         receiver.discard()  # memory for what the load takes
         self._wrote = True
-        self._error = self._load(self._retained) or self._proved()
+        self._error = self._load(self._retained) or self._proved(self._retained)
         self._state, self._wrote = ("failed", True) if self._error else ("rolled_back", False)
         self._seconds["rollback"] = time.monotonic() - began
         return self.report()
 
-    def _proved(self) -> WeightSyncError | None:
+    def _proved(self, incoming: Staged | Streamed) -> WeightSyncError | None:
         """What else follows the weights follows; then what stands against them."""
         try:
             self._follow()
-            return self._prove()
+            error = self._prove()
+            if error is None and self._stored is not None and isinstance(incoming, Staged):
+                error, counts = self._stored.check(incoming.load_map, incoming.stream([]))
+                self._count(counts)
+            return error
         except WeightSyncError as exc:
             return WeightSyncError.from_dict(exc.to_dict())
         except Exception as exc:

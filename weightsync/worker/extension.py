@@ -30,9 +30,9 @@ census.install()
 class WeightSyncExtension:
     """Methods are called by name through `collective_rpc`; all answers are plain data: a `WorkerReport`, or a `ContractAnswer`."""
 
-    def weightsync_describe(self) -> dict[str, Any]:
+    def weightsync_describe(self, verify_stored: bool = False) -> dict[str, Any]:
         """Seal the model's storage and say what this worker is; called once, before the first update."""
-        return self._weightsync_answer(lambda: self._weightsync().describe())
+        return self._weightsync_answer(lambda: self._weightsync().describe(verify_stored))
 
     def weightsync_begin(self, order: dict[str, Any]) -> dict[str, Any]:
         """Admit an update and start the receiving thread."""
