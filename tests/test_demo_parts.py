@@ -306,7 +306,7 @@ def start(code: str, folder: Path, **options: Any) -> tuple[processes.Child, que
 
 
 def test_child_gives_lines_and_keeps_a_log(tmp_path: Path) -> None:
-    code = "import sys; print('one', flush=True); print('bad', file=sys.stderr, flush=True); print('two', flush=True); sys.exit(3)"
+    code = "import sys; print('one', flush=True); sys.stderr.write('bad\\n'); print('two', flush=True); sys.exit(3)"
     child, events = start(code, tmp_path)
     deadline = time.monotonic() + 20
     assert [processes.wait_for(events, deadline) for _ in range(3)] == [("it", "one"), ("it", "two"), ("it", None)]
@@ -340,10 +340,14 @@ def test_interrupts_wait_until_a_held_block_ends() -> None:
             signal.raise_signal(signal.SIGTERM)
             reached = True
         assert reached and caught.value.signum == signal.SIGTERM
+        signal.raise_signal(signal.SIGINT)  # the ending is under way
+    with processes.Interrupts() as interrupts:
         with pytest.raises(processes.Interrupted):
             signal.raise_signal(signal.SIGINT)
-        interrupts.ignore()
         signal.raise_signal(signal.SIGINT)
+    with processes.Interrupts() as interrupts:
+        interrupts.ignore()
+        signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before
 
 

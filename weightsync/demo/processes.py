@@ -40,7 +40,10 @@ class ChildFailed(RuntimeError):
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM raise `Interrupted` in the main thread, except inside `held`."""
+    """While entered, the first SIGINT or SIGTERM raises `Interrupted` in the main thread, inside `held` at its end.
+
+    Only the first: the ending of children must not be cut short by a second Ctrl-C.
+    """
 
     def __init__(self) -> None:
         self._held = 0
@@ -60,6 +63,7 @@ class Interrupts:
         if self._held:
             self._pending = signum
         else:
+            self.ignore()
             raise Interrupted(signum)
 
     @contextlib.contextmanager
@@ -72,10 +76,11 @@ class Interrupts:
             self._held -= 1
         if self._pending is not None and not self._held:
             signum, self._pending = self._pending, None
+            self.ignore()
             raise Interrupted(signum)
 
     def ignore(self) -> None:
-        """From now on: the ending of children must not be cut short by a second Ctrl-C."""
+        """No signal raises from now on."""
         self._held += 1
 
 
