@@ -59,10 +59,17 @@ def tensors(checkpoint: Callable[[str, int], Path]) -> Callable[[str, int], dict
 
 
 @pytest.fixture(scope="session")
-def fleet(checkpoint: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two engines of the untied dense kind, shared by the tests that leave it as it was: serving."""
-    from tests.fleets import Fleet
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the shared fleet's workers look for what is to fail (`fleets.order_fault`)."""
+    return tmp_path_factory.mktemp("fault") / "fault.json"
 
-    running = Fleet(checkpoint("qwen3", 1), tmp_path_factory.mktemp("fleet"), engines=2).ready()
+
+@pytest.fixture(scope="session")
+def fleet(checkpoint: Callable[[str, int], Path], fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two engines of the untied dense kind, shared by the tests that leave it as it was: serving."""
+    from tests.fleets import Fleet, with_faults
+
+    flags = ["--sync.rollback=host", "--sync.verify_stored=true"]
+    running = Fleet(checkpoint("qwen3", 1), tmp_path_factory.mktemp("fleet"), 2, flags, with_faults(fault)).ready()
     yield running
     assert running.stop() == 0

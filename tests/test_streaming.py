@@ -123,11 +123,6 @@ sync.sync_weights(load_file(sys.argv[3]), progress=hold)
 
 
 @pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fault") / "fault.json"
-
-
-@pytest.fixture(scope="module")
 def one(checkpoint: Any, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     running = Fleet(checkpoint(KIND, 1), tmp_path_factory.mktemp("stream"), 1, ["--sync.stage=none"], with_faults(fault)).ready()
     yield running
@@ -142,6 +137,7 @@ def sync(one: Fleet, tensors: Any) -> Iterator[WeightSync]:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_an_engine_equals_a_cold_one_to_new_weights_and_back(sync: WeightSync, tensors: Any, cold: Any) -> None:
     for seed in (2, 1, 2):
         sync.sync_weights(tensors(KIND, seed))
@@ -149,6 +145,7 @@ def test_an_engine_equals_a_cold_one_to_new_weights_and_back(sync: WeightSync, t
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_failure_quarantines_and_the_next_update_repairs(sync: WeightSync, fault: Path, tensors: Any, cold: Any) -> None:
     order_fault(fault, 1, at=12)
     with pytest.raises(UpdateFailed, match="a fault made for a test"):
@@ -161,6 +158,7 @@ def test_a_failure_quarantines_and_the_next_update_repairs(sync: WeightSync, fau
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_a_trainer_that_dies_leaves_an_engine_that_serves_no_mixture(
     share: float, one: Fleet, sync: WeightSync, tensors: Any, cold: Any, checkpoint: Any
@@ -181,6 +179,7 @@ def test_a_trainer_that_dies_leaves_an_engine_that_serves_no_mixture(
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_trainer_that_never_commits_costs_nothing(one: Fleet, sync: WeightSync, tensors: Any, cold: Any) -> None:
     with one.client(bucket_bytes=60_000, timeout_seconds=4) as other:
         published = other.publish(tensors(KIND, 2))

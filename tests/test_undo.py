@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleets import Fleet, answers, order_fault, with_faults
+from tests.fleets import Fleet, answers, order_fault
 from weightsync import WeightSync
 from weightsync.errors import ApplyFailed, UpdateFailed, VerdictNotOk, WeightSyncError
 from weightsync.protocol import EngineState
@@ -23,20 +23,6 @@ pytestmark = pytest.mark.engine
 
 KIND = "qwen3"
 SAID = "a fault made for a test"
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fault") / "fault.json"
-
-
-@pytest.fixture(scope="module")
-def fleet(checkpoint: Any, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    running = Fleet(
-        checkpoint(KIND, 1), tmp_path_factory.mktemp("undo"), 2, ["--sync.rollback=host", "--sync.verify_stored=true"], with_faults(fault)
-    ).ready()
-    yield running
-    assert running.stop() == 0
 
 
 @pytest.fixture
