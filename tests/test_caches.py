@@ -296,7 +296,7 @@ def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(s
     assert asked.once(PROMPT)[:2] == (tokens, 0)
 
 
-def test_under_salt_a_request_during_the_update_begins_with_the_new_version(salt: Any, tensors: Any) -> None:
+def test_under_salt_every_answer_of_one_version_is_that_of_a_cold_engine(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     cold: dict[int, list[int]] = {}
     for seed in (2, 1):
