@@ -373,10 +373,10 @@ class Applier:
         if receiver is not None and receiver.order.request.update_id == update_id and self._state != "verified":
             receiver.discard()
             if self._state in ("receiving", "staged"):
-                # The stream may stand in the middle of an update; both sides start a new one.
                 with self._lock:
                     self._state, self._receiver = "none", None
-                self._close_communicator()
+            # The stream may stand in the middle of an update; both sides start a new one.
+            self._close_communicator()
         return self.report()
 
     def _close_communicator(self) -> None:
