@@ -35,7 +35,7 @@ from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import communicator as communicator_module
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
-from weightsync.worker import admission
+from weightsync.worker import admission, streaming
 
 Tensors = dict[str, torch.Tensor]
 Call = Callable[..., dict[str, Any]]
@@ -128,7 +128,9 @@ class Bench:
         order = BeginOrder(request, self._info, 0, 1, SECONDS, stage=way.stage, retain=way.retain)
         made: list[torch.Tensor] = []
         empty = torch.empty
-        with patch.object(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1]):  # type: ignore[func-returns-value]
+        # What is not staged waits for its loader after few bytes, as large models do.
+        few = patch.object(streaming.Passing.__init__, "__defaults__", (BUCKET,))
+        with few, patch.object(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1]):  # type: ignore[func-returns-value]
             report = self.call("begin", encode(order))
         least = min(plan.stream_bytes, BUCKET if way.stage == "none" else plan.stream_bytes)
         bytes_of = [tensor for tensor in made if tensor.nbytes >= least and tensor.dtype == torch.uint8]
