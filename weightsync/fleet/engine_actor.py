@@ -221,6 +221,8 @@ class EngineActor:
             start = time.monotonic()
             await self._go_on(engine, version)
             transaction.seconds[Phase.RESUME] = time.monotonic() - start
+            with contextlib.suppress(Exception):  # it serves; workers that were not told have nothing to go back to
+                await engine.rpc("weightsync_keep", update_id)
         except WeightSyncError as exc:
             return await self._failed(exc, update_id, transaction, before, began)
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did

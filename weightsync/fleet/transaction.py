@@ -86,6 +86,7 @@ class Transaction:
         """
         failed_in = self.phase
         await self._step(Phase.ROLLBACK, "weightsync_rollback")
+        await self._step(Phase.ROLLBACK, "weightsync_verdict")
         self.phase = failed_in
         self.checks["rolled_back"] = 1
 
