@@ -251,10 +251,7 @@ class EngineActor:
         if transaction is not None and transaction.wrote and served and self._settings.sync.rollback == "host":
             await self._roll_back(transaction)
         wrote = transaction is not None and transaction.wrote
-        if not wrote and served and self._engine is not None and self._engine.alive:
-            await self._engine.resume()
-            self._state, self._reason = before
-        elif not wrote and not served:
+        if not wrote and (not served or await self._resumed()):
             self._state, self._reason = before
         else:
             self._state, self._reason = EngineState.QUARANTINED, error.code
@@ -267,6 +264,15 @@ class EngineActor:
         return EngineVerdict(
             self._ordinal, False, self._version, self._state, time.monotonic() - began, seconds, checks, error=error.to_dict()
         )
+
+    async def _resumed(self) -> bool:
+        """Whether requests go on with the version before."""
+        try:
+            await self._live().resume()
+        except Exception as exc:
+            logger.error("engine %d could not go on: %s", self._ordinal, exc)
+            return False
+        return True
 
     async def _roll_back(self, transaction: Transaction) -> None:
         try:
