@@ -29,7 +29,7 @@ class Core:
     alive = True
 
     def __init__(self, *workers: Worker) -> None:
-        self.workers, self.stamped, self.running = workers, -1, True
+        self.workers, self.stamped, self.running, self.resets = workers, -1, True, 0
         self.fail = {"reset": 0, "stamp": 0, "resume": 0}
 
     def _due(self, step: str) -> None:
@@ -42,20 +42,22 @@ class Core:
         return True
 
     async def resume(self) -> None:
+        self.running = True  # an answer that is lost: it may have gone on
         self._due("resume")
-        self.running = True
 
     async def end_requests(self) -> None:
         """None are there."""
 
     async def reset_caches(self) -> None:
         self._due("reset")
+        self.resets += 1
 
     async def set_version(self, version: int) -> None:
         self._due("stamp")
         self.stamped = version
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        assert not self.running or method in ("weightsync_keep", "weightsync_abort"), "weights are written below requests"
         return [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]
 
     def _one(self, worker: Worker, method: str, *args: Any) -> dict[str, Any]:
@@ -113,6 +115,8 @@ def test_what_fails_behind_the_proof_is_undone_too(step: str, workers: int, tmp_
         verdict = engine.update(version)
         assert not verdict["committed"] and verdict["checks"]["rolled_back"] == 1
         engine.require(1)
+    # What requests have computed with weights that were taken back goes.
+    assert engine.core.resets == {"reset": 1, "stamp": 3, "resume": 5}[step]
     assert engine.update(4)["committed"]
     engine.require(4)
 

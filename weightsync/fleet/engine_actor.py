@@ -60,6 +60,7 @@ class EngineActor:
         self._update_id: str | None = None
         self._rewinds = 0  # that lie before the version held
         self._highest = -1  # version that this process has served
+        self._ran = False  # requests may have gone on with the update that is being applied
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
         self._url = ""
@@ -205,7 +206,7 @@ class EngineActor:
             self._settled.set()
 
     async def _commit(self, update_id: str, version: int) -> EngineVerdict:
-        before = (self._state, self._reason)
+        before, self._ran = (self._state, self._reason), False
         began = time.monotonic()
         transaction: Transaction | None = None
         try:
@@ -239,6 +240,7 @@ class EngineActor:
             await engine.reset_caches()
         self._highest = max(self._highest, version)
         await engine.set_version(version)
+        self._ran = True
         await engine.resume()
 
     async def _failed(
@@ -276,7 +278,11 @@ class EngineActor:
 
     async def _roll_back(self, transaction: Transaction) -> None:
         try:
+            if self._ran:
+                await transaction.pause()
             await transaction.roll_back()
+            if self._ran and self._settings.sync.caches != "retain":
+                await self._live().reset_caches()
             if self._version is not None:
                 await self._live().set_version(self._version)
             logger.warning("engine %d is back at version %s", self._ordinal, self._version)
