@@ -179,7 +179,9 @@ class EngineActor:
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
-        """End an update in every worker."""
+        """End an update in every worker, unless it is being applied: then its verdict ends it."""
+        if (task := self._commits.get(update_id)) is not None and not task.done():
+            raise UpdateConflict(f"engine {self._ordinal} applies update {update_id}", engine=self._ordinal, hint="Wait for its verdict")
         return await self._live().rpc("weightsync_abort", update_id)
 
     @answers
