@@ -1,7 +1,8 @@
 """One worker and its trainer in one process: updates go step by step, and a fault can be put in at each.
 
-`Bench` drives the RPC surface of a worker as the controller and a trainer do. What comes of
-an update is a worker's report with `at` beside it: the step at which it ended. A bench also
+`Bench` drives the RPC surface of a worker as the controller and a trainer do; pause, apply,
+second try and the way back are the engine actor's own `Transaction`. What comes of an
+update is a worker's report with `at` beside it: the step at which it ended. A bench also
 knows what must be as it was behind any update, and what an update must not leave behind.
 
 Not covered: a trainer in a process of its own that is killed (the fleet's tests have one), several workers, NCCL.
@@ -9,6 +10,7 @@ Not covered: a trainer in a process of its own that is killed (the fleet's tests
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import threading
@@ -27,11 +29,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.codec import encode
+from weightsync.errors import WeightSyncError
+from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import communicator as communicator_module
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
-from weightsync.worker import loadmap
+from weightsync.worker import admission, streaming
 
 Tensors = dict[str, torch.Tensor]
 Call = Callable[..., dict[str, Any]]
@@ -71,6 +75,20 @@ def send(offered: Offer, plan: BucketPlan, wire: Any, cancelled: Callable[[], bo
     kind(offered, plan, told).send(wire, time.monotonic() + SECONDS, cancelled, lambda: None)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How an update is made: `stage` and `retain` as in `BeginOrder`; how often it is applied; whether stored bytes are compared."""
+
+    stage: str = "auto"
+    retain: bool = False
+    tries: int = 2
+    compared: bool = False
+
+
+STAGED = Way()
+WAYS = {"staged": STAGED, "kept": Way(retain=True), "streamed": Way(stage="none", tries=1), "compared": Way(compared=True)}
+
+
 class Bench:
     """One worker, and a trainer beside it in a thread.
 
@@ -81,9 +99,10 @@ class Bench:
 
     def __init__(self, call: Call, worker: Any) -> None:
         self._call = call
-        report = call("weightsync_describe")
+        report = call("weightsync_describe", True)
         assert report["error"] is None, report["error"]
         self.applier = worker._weightsync()
+        self._stored, self.applier._stored = self.applier._stored, None  # what it compares with; only where a way says so
         self.model = self.applier.model
         self._store, self._generation, self._updates = dist.HashStore(), 1, 0
         self._wire: Communicator | None = None
@@ -93,65 +112,82 @@ class Bench:
     def call(self, name: str, *args: Any) -> dict[str, Any]:
         return self._call(f"weightsync_{name}", *args)
 
-    def update(self, tensors: Mapping[str, torch.Tensor], fault: Fault | None = None) -> dict[str, Any]:
-        """One update, to its verdict or its end; how far it came (`at`), and the worker's last report."""
-        report = self._update(dict(tensors), fault or Fault())
+    def update(self, tensors: Mapping[str, torch.Tensor], fault: Fault | None = None, way: Way = STAGED) -> dict[str, Any]:
+        """One update, to its verdict or its end; how far it came (`at`), and what is true of the worker then."""
+        report = self._update(dict(tensors), fault or Fault(), way)
         if report["state"] not in ("verified", "refused"):
             # As the controller does with what did not commit.
-            aborted = self.call("abort", report["update_id"])
-            report["wrote"] = aborted["wrote"]
-            assert report["at"] == "receive" or aborted["error"] == report["error"]
+            assert self.call("abort", report["update_id"])["wrote"] is report["wrote"]
         return report
 
-    def begin(self, offered: Offer, plan: BucketPlan) -> dict[str, Any]:
-        """Ask the worker to take an update, with an eye on the memory that it takes to stage it."""
+    def begin(self, offered: Offer, plan: BucketPlan, way: Way) -> dict[str, Any]:
+        """Ask the worker to take an update, with an eye on the memory that it takes for the bytes."""
         self._updates += 1
         update = f"u-{self._updates}"
         request = UpdateRequest(update, "trainer", self._updates, offered.manifest, BUCKET, plan.hash, SECONDS, "gloo", torch.__version__)
+        order = BeginOrder(request, self._info, 0, 1, SECONDS, stage=way.stage, retain=way.retain)
         made: list[torch.Tensor] = []
         empty = torch.empty
-        with patch.object(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1]):  # type: ignore[func-returns-value]
-            report = self.call("begin", encode(BeginOrder(request, self._info, 0, 1, SECONDS)))
-        staging = [tensor for tensor in made if tensor.nbytes >= plan.stream_bytes]
-        assert staging or report["state"] == "failed", "an update that is received is staged"
-        self._staging += [StorageWeakRef(tensor.untyped_storage()) for tensor in staging]
+        # What is not staged waits for its loader after few bytes, as large models do.
+        few = patch.object(streaming.Passing.__init__, "__defaults__", (BUCKET,))
+        with few, patch.object(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1]):  # type: ignore[func-returns-value]
+            report = self.call("begin", encode(order))
+        least = min(plan.stream_bytes, BUCKET if way.stage == "none" else plan.stream_bytes)
+        bytes_of = [tensor for tensor in made if tensor.nbytes >= least and tensor.dtype == torch.uint8]
+        assert bytes_of or report["state"] == "failed", "bytes that are received lie somewhere"
+        self._staging += [StorageWeakRef(tensor.untyped_storage()) for tensor in bytes_of]
         return {**report, "update_id": update}
 
-    def _update(self, tensors: Tensors, fault: Fault) -> dict[str, Any]:
+    def _update(self, tensors: Tensors, fault: Fault, way: Way) -> dict[str, Any]:
         offered = offer(fault.offered(tensors))
         plan = plan_buckets(offered.manifest, BUCKET)
-        with patch.object(loadmap, "admit", lambda manifest, base, *_, **__: base) if fault.admitted else nullcontext():
-            report = self.begin(offered, plan)
+        with patch.object(admission, "admit", lambda manifest, base, *_, **__: base) if fault.admitted else nullcontext():
+            report = self.begin(offered, plan, way)
         if report["state"] == "failed":
             return {**report, "at": "begin", "state": "refused"}
         update = report["update_id"]
         sending = self.send(offered, plan, fault)
-        report = self.received(sending)
-        if report["state"] != "staged" or sending.gone:
-            self.leave()
+        report = self._received(sending)
+        if way.stage != "none":
+            self._end(sending, report["state"] != "staged")
+        if report["state"] != "staged" or (sending.gone and way.stage != "none"):
+            self._end(sending, True)
             return {**report, "at": "receive"}
-        with fault.worker(self, tensors):
-            for at, state in (("apply", "applied"), ("verdict", "verified")):
-                report = self.call(at, update)
-                if report["state"] != state:
-                    break
-        return {**report, "at": at}
+        transaction = Transaction(_Engine(self._call), update, tries=way.tries, seconds_for_all=SECONDS)
+        served, error = not report["wrote"], None
+        try:
+            with fault.worker(self, tensors), patch.object(self.applier, "_stored", self._stored if way.compared else None):
+                asyncio.run(transaction.bring())
+        except WeightSyncError as exc:
+            error = exc
+        at = str(transaction.phase)
+        if error is not None and transaction.wrote and served and way.retain:
+            asyncio.run(transaction.roll_back())
+        self._end(sending, error is not None and way.stage == "none")
+        state = "failed" if error else "verified"
+        wrote = transaction.wrote and error is not None  # when all is well the version is stamped now
+        return {**report, "at": at, "state": state, "error": error and error.to_dict(), "wrote": wrote, "checks": transaction.checks}
 
     def send(self, offered: Offer, plan: BucketPlan, fault: Fault) -> Sending:
         return Sending(lambda cancelled: fault.sender(offered, plan, self._connected(), cancelled), self.leave)
 
-    def received(self, sending: Sending) -> dict[str, Any]:
-        """The worker's report when it receives no more, or when its trainer has been gone for long enough."""
+    def _received(self, sending: Sending) -> dict[str, Any]:
+        """The worker's report when it is ready to apply, or has failed, or when its trainer has been gone for long enough."""
         until = 0.0
         while (report := self.call("poll"))["state"] == "receiving":
             until = until or (time.monotonic() + _PATIENCE if sending.gone else 0.0)
             if until and time.monotonic() > until:
                 break
             time.sleep(0.005)
-        if report["state"] != "staged":
-            sending.cancelled.set()  # as a trainer that is told
-        sending.thread.join(SECONDS)
         return report
+
+    def _end(self, sending: Sending, failed: bool) -> None:
+        """The trainer has sent everything, or is told that the update has failed."""
+        if failed:
+            sending.cancelled.set()
+        sending.thread.join(SECONDS)
+        if failed:  # the stream may stand in the middle of an update
+            self.leave()
 
     @property
     def _info(self) -> CommunicatorInfo:
@@ -175,12 +211,13 @@ class Bench:
         with patch.object(communicator_module, "join_store", lambda info, _: dist.PrefixStore(str(info.generation), self._store)):
             yield
 
-    def left_behind(self, closing: bool, seconds: float = 3.0) -> dict[str, Any]:
+    def left_behind(self, closing: bool, kept: int, seconds: float = 3.0) -> dict[str, Any]:
         """What updates have left: receiving threads, memory of staged bytes, and how many threads and files the process has.
 
         Args:
             closing: also communicators that are being left. A trainer that was told to stop in the middle of a bucket
                 waits for its worker, which leaves when it meets the next trainer.
+            kept: of how many updates the bytes are kept.
             seconds: how long what is there may still take to go.
         """
         kinds = ("weightsync-receive", "weightsync-close") if closing else ("weightsync-receive",)
@@ -188,13 +225,26 @@ class Bench:
         while True:
             threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(kinds))
             staging = sum(not ref.expired() for ref in self._staging)
-            if not (threads or staging) or time.monotonic() > until:
+            if not (threads or staging > kept) or time.monotonic() > until:
                 break
             gc.collect()
             time.sleep(0.02)
         self._staging = [ref for ref in self._staging if not ref.expired()]
         process = psutil.Process()
         return {"ours": threads, "staging": staging, "threads": process.num_threads(), "files": process.num_fds()}
+
+
+class _Engine:
+    """What a transaction needs of an engine: here, one worker."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def pause(self) -> bool:
+        return True
+
+    async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        return [self._call(method, *args)]
 
 
 class Sending:

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import psutil
 import torch
 
-from tests.bench import SECONDS, Bench, Fault, Gone, Send, Tensors, send, structure
+from tests.bench import SECONDS, WAYS, Bench, Fault, Gone, Send, Tensors, send, structure
 from weightsync.client.sender import Sender
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket
@@ -264,17 +264,17 @@ def look(state: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": generate(state["llm"], PROMPTS, MAX_TOKENS), "registered": held["registered"], "owned": owned}
 
 
-def attempt(state: dict[str, Any], fault: str, weights: str) -> dict[str, Any]:
+def attempt(state: dict[str, Any], fault: str, weights: str, way: str) -> dict[str, Any]:
     """One update of the engine to `a`, `b` or `c`, with a fault."""
-    return state["bench"].update(state["tensors"][weights], FAULTS[fault])
+    return state["bench"].update(state["tensors"][weights], FAULTS[fault], WAYS[way])
 
 
-def after(state: dict[str, Any], closing: bool) -> dict[str, Any]:
+def after(state: dict[str, Any], closing: bool, kept: bool) -> dict[str, Any]:
     """What updates have left behind; and by what the model's structure differs from what it was at the start."""
     bench = state["bench"]
     now = structure(bench.model)
     changed = {key: (value, now[key]) for key, value in bench.structure.items() if now[key] != value}
-    return {"changed": changed, **bench.left_behind(closing)}
+    return {"changed": changed, **bench.left_behind(closing, int(kept))}
 
 
 def resident(state: dict[str, Any], updates: int) -> list[float]:

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.bench import Bench, Fault, Tensors
+from tests.bench import WAYS, Bench, Fault, Tensors, Way
 from tests.standin import layer_of, parameter
 
 DTYPE = torch.bfloat16
@@ -156,10 +156,10 @@ def weights(parts: Sequence[Part], seed: int) -> Tensors:
     return {name: made[name.replace("up_scale", "gate_scale")].clone() for name in made}
 
 
-def incomplete(parts: Sequence[Part], names: Iterable[str]) -> set[str]:
-    """Layers that these tensors leave with elements that none of them fills."""
+def lacking(parts: Sequence[Part], names: Iterable[str]) -> set[str]:
+    """Tensors that are missing among these names, and whose places no other fills."""
     there = {name.replace("up_scale", "gate_scale") for name in names}
-    return {f"layers.{name.partition('/')[0]}" for name in weights(parts, 0) if name.replace("up_scale", "gate_scale") not in there}
+    return {name for name in weights(parts, 0) if name.replace("up_scale", "gate_scale") not in there}
 
 
 def _config(folder: Path) -> Any:
@@ -218,7 +218,9 @@ def running(parts: Sequence[Part], late: bool, tensors: Tensors, folder: Path) -
         yield Worker()
 
 
-def through_updates(_: dict[str, Any], parts: list[tuple[str, int]], late: bool, order: list[str], subset: list[str]) -> list[str]:
+def through_updates(
+    _: dict[str, Any], parts: list[tuple[str, int]], late: bool, order: list[str], subset: list[str], way: str
+) -> list[str]:
     """A complete update in some order, a part of one twice (offered, and admitted), a complete one again: what went wrong."""
     made = [Part(*part) for part in parts]
     sets = [weights(made, seed) for seed in range(3)]
@@ -227,7 +229,7 @@ def through_updates(_: dict[str, Any], parts: list[tuple[str, int]], late: bool,
         bench = Bench(lambda name, *args: getattr(worker, name)(*args), worker)
 
         def complete(tensors: Tensors) -> None:
-            report = bench.update({name: tensors[name] for name in order})
+            report = bench.update({name: tensors[name] for name in order}, way=WAYS[way])
             have = held(bench.model)
             want = held(loaded(made, late, tensors, worker.vllm_config))
             wrong.extend([f"not verified: {report['error']}"] if report["state"] != "verified" else [])
@@ -236,7 +238,7 @@ def through_updates(_: dict[str, Any], parts: list[tuple[str, int]], late: bool,
         with bench.meeting_here():
             complete(sets[1])
             if 0 < len(subset) < len(order):
-                wrong += _part_fails(bench, made, sets[2], order, subset)
+                wrong += _part_fails(bench, made, sets[2], subset, WAYS[way])
             complete(sets[2])
             bench.leave()
     return wrong
@@ -246,18 +248,18 @@ def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left is not None and right is not None and left.dtype == right.dtype and torch.equal(left, right)
 
 
-def _part_fails(bench: Bench, parts: list[Part], tensors: Tensors, order: list[str], subset: list[str]) -> list[str]:
+def _part_fails(bench: Bench, parts: list[Part], tensors: Tensors, subset: list[str], way: Way) -> list[str]:
     wrong: list[str] = []
     before = held(bench.model)
-    part, missing = {name: tensors[name] for name in subset}, set(order) - set(subset)
-    report = bench.update(part)
-    told = set(report["error"]["names"])
-    if report["state"] != "refused" or not told <= missing or len(told) != min(len(missing), 20):
-        wrong.append(f"without {sorted(missing)}: {report}")
-    wrong += [path for path, tensor in held(bench.model).items() if not same_bits(tensor, before[path])]
-    short = incomplete(parts, subset)
-    report = bench.update(part, Fault(admitted=True))
+    part, missing = {name: tensors[name] for name in subset}, lacking(parts, subset)
+    if missing:
+        report = bench.update(part, way=way)
+        told = set(report["error"]["names"]) if report["error"] else set()
+        if report["state"] != "refused" or not told <= missing or len(told) != min(len(missing), 20):
+            wrong.append(f"without {sorted(missing)}: {report}")
+        wrong += [path for path, tensor in held(bench.model).items() if not same_bits(tensor, before[path])]
+    report = bench.update(part, Fault(admitted=True), way)
     told = {name.split(" ")[0] for name in report["error"]["names"]} if report["error"] else set()
-    if told != short or report["at"] != ("apply" if short else "verdict"):
+    if told != {f"layers.{name.partition('/')[0]}" for name in missing} or report["at"] != ("apply" if missing else "verify"):
         wrong.append(f"admitted without {sorted(missing)}: {report}")
     return wrong

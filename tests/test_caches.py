@@ -195,10 +195,32 @@ def test_a_reset_that_is_never_done_fails_the_update_names_the_cache_and_the_nex
 
 def test_publishing_a_version_ends_no_running_request(reset: Any, tensors: Any) -> None:
     sync, asked, _ = reset
-    made = across_an_update(sync, asked, tensors(KIND, 1), 16)
-    assert [one["reason"] for one in made] == ["length"] * 16
-    assert all(len(one["tokens"]) == one["spans"][-1]["end"] == LONG for one in made)
-    assert sum(len(one["spans"]) == 2 for one in made) >= 8  # the first to begin may have ended before
+    published = sync.publish(tensors(KIND, 1))
+    assert published.tensors_read(60)
+    stop = threading.Event()
+    made: list[dict[str, Any]] = []
+
+    streamed: list[dict[str, Any]] = []
+
+    def ask(number: int) -> None:
+        while not stop.is_set():  # so that sixteen are under way whenever the update comes
+            if number:
+                made.append(asked.choice(PROMPT[number:] + PROMPT[:number], LONG)[0])
+            else:
+                streamed.append(asked.in_flight(number))
+
+    with ThreadPoolExecutor(16) as pool:
+        asking = [pool.submit(ask, number) for number in range(16)]
+        try:
+            # They keep step with each other, so the one that is streamed tells how far all are.
+            wait_until(lambda: len(made) >= 15 and 8 <= asked.begun[0] < LONG // 2, 60, "some tokens of every request")
+            sync.commit(published)
+        finally:
+            stop.set()
+    assert [one.exception() for one in asking] == [None] * 16
+    assert {one["finish_reason"] for one in made} | {one["reason"] for one in streamed} == {"length"}
+    assert all(len(one["token_ids"]) == one["weight_versions"][-1]["end"] == LONG for one in made)
+    assert sum(len(one["weight_versions"]) == 2 for one in made) >= 8
 
 
 @pytest.mark.slow
@@ -280,7 +302,7 @@ def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(s
     assert asked.once(PROMPT)[:2] == (tokens, 0)
 
 
-def test_under_salt_a_request_during_the_update_begins_with_the_new_version(salt: Any, tensors: Any) -> None:
+def test_under_salt_every_answer_of_one_version_is_that_of_a_cold_engine(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     cold: dict[int, list[int]] = {}
     for seed in (2, 1):

@@ -12,14 +12,10 @@ import pytest
 
 from tests.fleets import Fleet, answers
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-SLOW = ("qwen3-tied", "w4a16", "fp8-channel", "mla", "int8-channel")
-KINDS = ["qwen3-moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-tied", "w4a16", "fp8-channel", "mla", "int8-channel"])
 def test_engine_equals_a_cold_one_to_new_weights_and_back(kind: str, checkpoint: Any, tensors: Any, cold: Any, tmp_path: Any) -> None:
     fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet").ready()
     try:

@@ -33,6 +33,7 @@ def _refuses(url: str) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.slow
 def test_a_killed_serve_is_adopted_and_ctrl_c_then_leaves_nothing(checkpoint: Any, tensors: Any, cold: Any, tmp_path: Path) -> None:
     segments = _shared_memory()
     first = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
@@ -141,6 +142,7 @@ def test_serve_that_cannot_write_its_state_says_so(checkpoint: Any, tmp_path: Pa
     assert done.returncode == 2 and f"state_dir: got '{tmp_path / 'file'}', want a folder to write in" in done.stderr
 
 
+@pytest.mark.slow
 def test_demo_of_three_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightsync.cli", "demo", "--steps", "3", "--engines", "1", "--json", "--out", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

@@ -12,7 +12,7 @@ from tests.fleets import ENGINE_ARGS, MAX_TOKENS, PROMPTS, Fleet, answers
 from weightsync.demo.cold import ColdEngine
 from weightsync.errors import ManifestRefused
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 KIND = "qwen3"
 FROZEN = ("model.embed_tokens.weight", *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"))

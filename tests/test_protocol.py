@@ -346,3 +346,10 @@ def test_a_contract_that_does_not_add_up_is_refused(change: dict[str, Any], text
 def test_a_slot_of_less_than_no_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         dataclasses.replace(SLOT, nbytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("committed", "version", "staleness"), [(57, 57, 0), (57, 50, 7), (1, 57, None), (0, 0, 0), (None, 0, None), (57, None, None)]
+)
+def test_what_was_sampled_is_never_fresher_than_the_fleet(committed: int | None, version: int | None, staleness: int | None) -> None:
+    assert FleetStatus("default", committed, 0, (ENGINE,), None).staleness(version) == staleness

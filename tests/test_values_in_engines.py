@@ -13,7 +13,7 @@ from weightsync import WeightSync
 from weightsync.errors import BadValues, ConfigError
 from weightsync.protocol import EngineState
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 KIND = "qwen3"
 DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"

@@ -78,8 +78,11 @@ def test_a_restarted_trainer_takes_the_fleet_back_only_when_it_says_so(fleet: Fl
     with pytest.raises(VersionRefused, match=f"committed version {before.committed_version}.*rewind=True"):
         sync.sync_weights(tensors(KIND, 2), 0)
     assert answers(sync, 0) == cold(KIND, 1)
+    sampled = sync.generate(PROMPTS[0], max_tokens=2).version
+    assert before.staleness(sampled) == 0
     assert sync.sync_weights(tensors(KIND, 2), 0, rewind=True).version == 0
     after = sync.status()
+    assert after.staleness(sampled) is None and after.staleness(0) == 0
     assert (after.committed_version, after.rewinds, after.ready) == (0, before.rewinds + 1, 2)
     assert [engine.version for engine in after.engines] == [0, 0]
     assert fleet.get("/v1/updates").json()[0]["rewind"] is True

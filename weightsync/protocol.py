@@ -344,6 +344,15 @@ class FleetStatus:
     protocol_version: int = PROTOCOL_VERSION
     rewinds: int = 0
 
+    def staleness(self, version: int | None) -> int | None:
+        """How far what was sampled from `version` is behind the committed one, never below 0.
+
+        None if it can't be said: no version is committed, or it lies above, as what was sampled before a rewind may do.
+        """
+        if version is None or self.committed_version is None or version > self.committed_version:
+            return None
+        return self.committed_version - version
+
 
 @dataclass(frozen=True)
 class SyncReport:
