@@ -158,6 +158,7 @@ class Bench:
         try:
             with fault.worker(self, tensors), patch.object(self.applier, "_stored", self._stored if way.compared else None):
                 asyncio.run(transaction.bring())
+            self.call("keep", update)
         except WeightSyncError as exc:
             error = exc
         at = str(transaction.phase)

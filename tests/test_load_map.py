@@ -50,7 +50,7 @@ class Engine:
 
         dtypes = {name: spec.dtype for name, spec in self.base.specs.items()}
         manifest = Manifest(tuple(TensorSpec(name, dtypes.get(name, "bfloat16"), shape) for name, shape in shapes.items()))
-        return admission.admit(manifest, self.base, make_twin, self.tied, admission.frozen_names(frozen, self.base))
+        return admission.admit(manifest, self.base, make_twin, self.tied, admission.Frozen(frozen, self.base))
 
     def looking(self) -> Engine:
         """The same, of whose checkpoint the loaders pass over one tensor; so that a manifest of all others is looked at anew."""

@@ -19,7 +19,7 @@ from weightsync.protocol import Phase, WorkerReport
 OK: dict[str, WorkerReport] = {
     "weightsync_apply": WorkerReport(0, "u", "applied", wrote=True, checks={"tensors": 3}),
     "weightsync_verdict": WorkerReport(0, "u", "verified", checks={"tensors": 3, "layers": 2}),
-    "weightsync_rollback": WorkerReport(0, "u", "rolled_back", checks={"tensors": 3}),
+    "weightsync_rollback": WorkerReport(0, "u", "applied", wrote=True, checks={"tensors": 3}),
 }
 APPLY, VERIFY, ROLLBACK = OK
 

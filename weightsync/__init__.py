@@ -29,7 +29,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.protocol import EngineVerdict, Generation, SyncReport
 
 if TYPE_CHECKING:
-    from weightsync.client.sync import Published, WeightSync
+    from weightsync.client import Published, WeightSync
 
 __version__ = "0.1.0"
 __all__ = ["EngineVerdict", "Generation", "Published", "SyncReport", "WeightSync", "WeightSyncError"]
@@ -38,7 +38,7 @@ __all__ = ["EngineVerdict", "Generation", "Published", "SyncReport", "WeightSync
 def __getattr__(name: str) -> Any:
     # The client needs torch; the command line and the API should start without it.
     if name in ("WeightSync", "Published"):
-        from weightsync.client import sync
+        from weightsync import client
 
-        return getattr(sync, name)
+        return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

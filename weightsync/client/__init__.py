@@ -3,6 +3,7 @@
 `WeightSync` is all that a trainer needs.
 """
 
-from weightsync.client.sync import Published, WeightSync
+from weightsync.client.published import Published
+from weightsync.client.sync import WeightSync
 
 __all__ = ["Published", "WeightSync"]

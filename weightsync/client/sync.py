@@ -13,6 +13,7 @@ Not covered: several trainer ranks that send at once; let rank 0 gather and send
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -23,11 +24,22 @@ from typing import Any
 import torch
 
 from weightsync.client.http import Http
+from weightsync.client.published import Published
 from weightsync.client.rollouts import Rollouts
 from weightsync.client.sender import Progress, Sender
 from weightsync.client.source import Offer, Source, offer
 from weightsync.codec import decode, encode
-from weightsync.errors import Aborted, ConfigError, DeadlineExceeded, InternalError, Refused, TransportFailed, UpdateFailed, WeightSyncError
+from weightsync.errors import (
+    Aborted,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    Refused,
+    ServiceUnreachable,
+    TransportFailed,
+    UpdateFailed,
+    WeightSyncError,
+)
 from weightsync.protocol import Admission, EngineStatus, FleetStatus, Generation, SyncReport, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
@@ -35,53 +47,7 @@ from weightsync.transport.packing import BucketPlan, plan_buckets
 _CONTROL_SECONDS = 30.0
 _CONNECT_SECONDS = 30.0
 _WATCH_SECONDS = 0.5
-
-
-class Published:
-    """An update that has been admitted and is being sent.
-
-    Attributes:
-        admission: what the service answered.
-    """
-
-    def __init__(self, admission: Admission, request: UpdateRequest, began: float) -> None:
-        self.admission = admission
-        self._request = request
-        self._began = began
-        self._deadline = began + request.timeout_seconds
-        self._read = threading.Event()  # every tensor has been read, or never will be
-        self._all_read = False
-        self._done = threading.Event()
-        self._cancelled = threading.Event()
-        self._error: WeightSyncError | None = None
-        self._seconds: dict[str, float] = {}
-
-    @property
-    def update_id(self) -> str:
-        return self.admission.update_id
-
-    @property
-    def version(self) -> int:
-        return self.admission.version
-
-    def tensors_read(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until every tensor has been read, so that the parameters may change.
-
-        Returns:
-            False when `timeout_seconds` passed first.
-
-        Raises:
-            WeightSyncError: sending failed before that.
-        """
-        left = max(0.0, self._deadline - time.monotonic()) if timeout_seconds is None else timeout_seconds
-        done = self._read.wait(left)
-        if done and not self._all_read and self._error is not None:
-            raise self._error
-        return done
-
-    def _has_read(self) -> None:
-        self._all_read = True
-        self._read.set()
+_WITHDRAW_SECONDS = 5.0
 
 
 class WeightSync:
@@ -188,7 +154,11 @@ class WeightSync:
             allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
             request, plan = self._request(offered, version, timeout, allow, rewind)
             seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
-            answer = self._http.post("/v1/updates", encode(request), seconds)
+            try:
+                answer = self._http.post("/v1/updates", encode(request), seconds)
+            except (DeadlineExceeded, ServiceUnreachable):
+                self._withdraw(request.update_id, "the trainer got no answer", _WITHDRAW_SECONDS)  # it may be under way all the same
+                raise
             published = Published(decode(Admission, answer), request, began)
             published._seconds["admit"] = time.monotonic() - began
             self._published = published
@@ -314,10 +284,7 @@ class WeightSync:
     def _give_up(self, published: Published, reason: str) -> None:
         """Tell the service that this update ends; it may know already."""
         published._cancelled.set()
-        try:
-            self._http.post(f"/v1/updates/{published.update_id}/abort", {"reason": reason[:300]}, _CONTROL_SECONDS)
-        except WeightSyncError:
-            pass  # ended, being applied, or unreachable: then its own deadline ends it
+        self._withdraw(published.update_id, reason, _CONTROL_SECONDS)
         if self._published not in (None, published):
             return  # a later update of this trainer is using the communicator
         self._leave()
@@ -325,6 +292,10 @@ class WeightSync:
         self._trainer_id = uuid.uuid4().hex
         if self._published is published:
             self._published = None
+
+    def _withdraw(self, update_id: str, reason: str, seconds: float) -> None:
+        with contextlib.suppress(WeightSyncError):  # ended, being applied, or unreachable: then its own deadline ends it
+            self._http.post(f"/v1/updates/{update_id}/abort", {"reason": reason[:300]}, seconds)
 
     def _report(self, published: Published, status: UpdateStatus) -> SyncReport:
         self._published = None

@@ -143,7 +143,10 @@ class Controller:
                 raise Aborted(str((update.error or {}).get("message", "aborted")))
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else UpdateFailed(f"{type(exc).__name__}: {exc}")
+            ended = update.state.final
             await self._abort(update, error)
+            if ended:  # somebody aborted it meanwhile: an engine may have begun it behind that
+                await self._roster.abort(request.update_id)
             raise error from None
         update.move(UpdateState.RECEIVING)
         update.seconds[Phase.ADMIT] = time.monotonic() - began
@@ -223,11 +226,13 @@ class Controller:
         self._recorder.ended(update.status)
         self._show()
         logger.warning("update %s aborted: %s", update.request.update_id, error)
-        await self._roster.abort(update)
+        await self._roster.abort(update.request.update_id)
 
     @answers
     async def abort(self, update_id: str, reason: str) -> dict[str, Any]:
         """End an update on behalf of its trainer or an operator."""
+        if self._ledger.get(update_id) is None:
+            await self._roster.abort(update_id)  # engines may have it from a controller before this one
         update = self._known(update_id)
         if update.state == UpdateState.APPLYING:
             raise Refused(f"update {update_id} is being applied and can't be aborted", hint="Wait for its verdict", update_id=update_id)

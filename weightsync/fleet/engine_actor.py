@@ -60,6 +60,7 @@ class EngineActor:
         self._update_id: str | None = None
         self._rewinds = 0  # that lie before the version held
         self._highest = -1  # version that this process has served
+        self._ran = False  # requests may have gone on with the update that is being applied
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
         self._url = ""
@@ -178,7 +179,9 @@ class EngineActor:
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
-        """End an update in every worker."""
+        """End an update in every worker, unless it is being applied: then its verdict ends it."""
+        if (task := self._commits.get(update_id)) is not None and not task.done():
+            raise UpdateConflict(f"engine {self._ordinal} applies update {update_id}", engine=self._ordinal, hint="Wait for its verdict")
         return await self._live().rpc("weightsync_abort", update_id)
 
     @answers
@@ -205,7 +208,7 @@ class EngineActor:
             self._settled.set()
 
     async def _commit(self, update_id: str, version: int) -> EngineVerdict:
-        before = (self._state, self._reason)
+        before, self._ran = (self._state, self._reason), False
         began = time.monotonic()
         transaction: Transaction | None = None
         try:
@@ -221,6 +224,8 @@ class EngineActor:
             start = time.monotonic()
             await self._go_on(engine, version)
             transaction.seconds[Phase.RESUME] = time.monotonic() - start
+            with contextlib.suppress(Exception):  # it serves; workers that were not told have nothing to go back to
+                await engine.rpc("weightsync_keep", update_id)
         except WeightSyncError as exc:
             return await self._failed(exc, update_id, transaction, before, began)
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
@@ -237,6 +242,7 @@ class EngineActor:
             await engine.reset_caches()
         self._highest = max(self._highest, version)
         await engine.set_version(version)
+        self._ran = True
         await engine.resume()
 
     async def _failed(
@@ -249,10 +255,7 @@ class EngineActor:
         if transaction is not None and transaction.wrote and served and self._settings.sync.rollback == "host":
             await self._roll_back(transaction)
         wrote = transaction is not None and transaction.wrote
-        if not wrote and served and self._engine is not None and self._engine.alive:
-            await self._engine.resume()
-            self._state, self._reason = before
-        elif not wrote and not served:
+        if not wrote and (not served or await self._resumed()):
             self._state, self._reason = before
         else:
             self._state, self._reason = EngineState.QUARANTINED, error.code
@@ -266,9 +269,22 @@ class EngineActor:
             self._ordinal, False, self._version, self._state, time.monotonic() - began, seconds, checks, error=error.to_dict()
         )
 
+    async def _resumed(self) -> bool:
+        """Whether requests go on with the version before."""
+        try:
+            await self._live().resume()
+        except Exception as exc:
+            logger.error("engine %d could not go on: %s", self._ordinal, exc)
+            return False
+        return True
+
     async def _roll_back(self, transaction: Transaction) -> None:
         try:
+            if self._ran:
+                await transaction.pause()
             await transaction.roll_back()
+            if self._ran and self._settings.sync.caches != "retain":
+                await self._live().reset_caches()
             if self._version is not None:
                 await self._live().set_version(self._version)
             logger.warning("engine %d is back at version %s", self._ordinal, self._version)

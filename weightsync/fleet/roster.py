@@ -94,11 +94,10 @@ class Roster:
         reports = await self._reports(ordinal, self._handle(ordinal).poll)
         return all(report.state == "staged" and report.update_id == update.request.update_id for report in reports)
 
-    async def abort(self, update: Update) -> None:
-        """End an update in all of its engines that answer."""
-        handles = ((ordinal, self._handles[ordinal]) for ordinal in update.engines if ordinal in self._handles)
+    async def abort(self, update_id: str) -> None:
+        """End an update in all engines that answer; one that has not heard of it, or is applying it, goes on."""
         timeout = self._sync.control_timeout_seconds
-        calls = (call(handle.abort, update.request.update_id, timeout_seconds=timeout, engine=o) for o, handle in handles)
+        calls = (call(handle.abort, update_id, timeout_seconds=timeout, engine=o) for o, handle in self._handles.items())
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:

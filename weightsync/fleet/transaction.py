@@ -59,7 +59,7 @@ class Transaction:
         """
         if not await self._engine.pause():
             raise InternalError("the engine core did not confirm the pause")
-        self.seconds[Phase.PAUSE] = time.monotonic() - self._began
+        self.seconds.setdefault(Phase.PAUSE, time.monotonic() - self._began)
 
     async def bring(self) -> None:
         """Apply and verify.
@@ -86,6 +86,7 @@ class Transaction:
         """
         failed_in = self.phase
         await self._step(Phase.ROLLBACK, "weightsync_rollback")
+        await self._step(Phase.ROLLBACK, "weightsync_verdict")
         self.phase = failed_in
         self.checks["rolled_back"] = 1
 

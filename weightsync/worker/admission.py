@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from weightsync.errors import ConfigError, ManifestRefused
 from weightsync.protocol import Manifest, TensorSpec
+from weightsync.transport.digest import Digest
 from weightsync.worker import naming, regions
 from weightsync.worker.loadmap import LoadMap, record
 
@@ -27,26 +28,47 @@ _SHOWN = 20
 _HINT = "Send the tensors under the names, shapes and dtypes of the checkpoint that the engine was started from"
 
 
-def frozen_names(patterns: Sequence[str], base: LoadMap) -> frozenset[str]:
-    """Names of the engine's checkpoint that an update may leave out.
+class Frozen:
+    """Tensors that an update may leave out, as long as they are the checkpoint's.
+
+    What was sent once must be sent always: an engine that restarts holds the checkpoint's again, and one in which such
+    an update failed holds something between the two.
+
+    Args:
+        patterns: of names of the engine's checkpoint.
+        base: the checkpoint's map.
 
     Raises:
         ConfigError: a pattern matches none.
     """
-    found: set[str] = set()
-    for pattern in patterns:
-        if not (names := fnmatch.filter(base.specs, pattern)):
-            raise ConfigError(
-                f"engine.frozen: {pattern!r} matches no tensor of the engine's checkpoint",
-                hint=f"Patterns go by its names, such as {next(iter(base.specs), '')!r}",
-            )
-        found.update(names)
-    return frozenset(found)
+
+    def __init__(self, patterns: Sequence[str], base: LoadMap) -> None:
+        found: set[str] = set()
+        for pattern in patterns:
+            if not (names := fnmatch.filter(base.specs, pattern)):
+                raise ConfigError(
+                    f"engine.frozen: {pattern!r} matches no tensor of the engine's checkpoint",
+                    hint=f"Patterns go by its names, such as {next(iter(base.specs), '')!r}",
+                )
+            found.update(names)
+        self._paths = {name: {place[0] for place in base.writes.get(name, ())} for name in sorted(found)}
+        self.sent: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names that may be left out."""
+        return frozenset(self._paths.keys() - self.sent)
+
+    def written(self, update: LoadMap) -> None:
+        """An update begins to write."""
+        self.sent |= {name for name, paths in self._paths.items() if paths & update.filled().keys()}
+
+    def beyond(self, update: LoadMap) -> list[str]:
+        """What was written since the engine started and an update has not: it can't bring that back."""
+        return [name for name in sorted(self.sent) if not self._paths[name] <= update.filled().keys()]
 
 
-def admit(
-    manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Module], tied: bool, frozen: Collection[str] = frozenset()
-) -> LoadMap:
+def admit(manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Module], tied: bool, frozen: Frozen | None = None) -> LoadMap:
     """Decide whether a manifest is a complete set of weights for this engine.
 
     Args:
@@ -54,7 +76,7 @@ def admit(
         base: the map of the checkpoint that the engine started from.
         make_twin: builds a meta twin; called only when the manifest differs from `base`.
         tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
-        frozen: names of the engine's checkpoint that may be left out, layer by layer.
+        frozen: what may be left out, layer by layer.
 
     Returns:
         The map of this manifest.
@@ -70,7 +92,7 @@ def admit(
     offered = {spec.name: spec for spec in specs}
     if offered == base.specs:
         return dataclasses.replace(base, names=resolved.names)
-    comparison = _Comparison(offered, base, {name: raw for raw, name in resolved.names.items()}, frozen)
+    comparison = _Comparison(offered, base, {name: raw for raw, name in resolved.names.items()}, frozen or Frozen((), base))
     comparison.require_known_as_they_are()
     try:
         found = record(make_twin(), specs)
@@ -93,6 +115,27 @@ def tied_heads(found: LoadMap) -> dict[str, list[str]]:
     heads = [spec for name, spec in found.specs.items() if name not in found.writes and name.endswith("lm_head.weight") and is_head(name)]
     taken = [spec for spec in found.specs.values() if spec.name in found.writes]
     return {head.name: [s.name for s in taken if (s.shape, s.dtype) == (head.shape, head.dtype)] for head in heads}
+
+
+def other_heads(
+    found: LoadMap, manifest: Manifest, heads: Mapping[str, Sequence[str]], digests: Mapping[int, Digest]
+) -> ManifestRefused | None:
+    """An output head that was sent beside the embedding it is tied to, with other values.
+
+    Args:
+        found, manifest: the update.
+        heads: of `tied_heads`.
+        digests: of the tensors that have arrived, by their index in the manifest.
+    """
+    index = {found.name(spec.name): number for number, spec in enumerate(manifest.tensors)} if heads else {}
+    for head, sources in heads.items():
+        if all(digests[index[head]] != digests[index[source]] for source in sources):
+            return ManifestRefused(
+                f"{head!r} has other values than the embedding, which is this model's output head too",
+                hint="Leave it out, or start the engines from a checkpoint whose config.json does not tie the two",
+                names=[head],
+            )
+    return None
 
 
 def _require_meaning(resolved: naming.Resolved) -> None:
@@ -128,13 +171,13 @@ class _Comparison:
         offered: the manifest, by the engine's names.
         base: the map of the engine's checkpoint.
         raw: the engine's name to the trainer's, where the two differ.
-        frozen: names that may be left out.
+        frozen: what may be left out.
     """
 
-    def __init__(self, offered: dict[str, TensorSpec], base: LoadMap, raw: Mapping[str, str], frozen: Collection[str]) -> None:
-        self._offered, self._base, self._raw, self._frozen = offered, base, raw, frozen
+    def __init__(self, offered: dict[str, TensorSpec], base: LoadMap, raw: Mapping[str, str], frozen: Frozen) -> None:
+        self._offered, self._base, self._raw, self._frozen, self._sent = offered, base, raw, frozen.names, frozen.sent
         self._unknown = [name for name in offered if name not in base.specs]
-        self._absent = [name for name in base.specs if name not in offered and name not in frozen]
+        self._absent = [name for name in base.specs if name not in offered and name not in self._frozen]
 
     def require_known_as_they_are(self) -> None:
         """Refuse names that the engine's own checkpoint has with another shape or dtype."""
@@ -183,7 +226,7 @@ class _Comparison:
         square = [name for name in new if name not in beside and self._could_be_transposed(name, found)]
         kinds = {
             "unknown": self._closest(unknown),
-            "missing": missing + short,
+            "missing": [f"{name} (frozen, but sent before: send it always)" if name in self._sent else name for name in missing] + short,
             "filled twice": [f"{self._say(name)} fills what {self._say(first)} fills" for name, first in twice.items()],
             "wrong dtype": [f"{self._say(n)} is {found.specs[n].dtype}, want {found.dtypes[n]}" for n in dtype],
             "of a layer that is frozen in part (send all of it or nothing)": [f"{name} (beside {other})" for name, other in half.items()],

@@ -12,6 +12,8 @@ A reload that fails half way is put back structurally (no tensor left on meta, n
 buffered tensor left over); its values are then a mixture, and `wrote` says so. The
 staged bytes stay until the update has ended, so `apply` may be called again; and
 where the last committed update was kept (`retain`), `rollback` brings that one back.
+An update counts when the engine says so (`keep`): this worker may have proved what another
+worker could not.
 
 Not covered: cached values that can't be taken back (`unrefreshable`, logged at the start).
 """
@@ -39,9 +41,6 @@ from weightsync.worker.streaming import Streamed
 
 logger = logging.getLogger(__name__)
 
-#: Address, shape, stride and dtype of a registered tensor.
-_Seal = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
 
 class Applier:
     """State of one worker between RPCs.
@@ -64,7 +63,7 @@ class Applier:
                 hint="Serve a model without them",
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
-        self._seal = _registered(model)
+        self._seal = loading.registered(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
         graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
@@ -77,7 +76,7 @@ class Applier:
         folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
         self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
-        self._frozen = admission.frozen_names(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
+        self._frozen = admission.Frozen(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
         if missing := vllm_compat.missing_layers(model, self._base.filled()):
             raise UnsupportedEngine(
                 f"{len(missing)} layer(s) that a checkpoint is loaded into are gone from the live model: {', '.join(missing[:3])}",
@@ -86,7 +85,10 @@ class Applier:
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
         self._stored: Stored | None = None
+        self._alone = vllm_config.parallel_config.world_size == 1  # no other worker can fail where this one does not
         self._retained: Staged | None = None  # the update that was committed last, where it is kept
+        self._back: Staged | None = None  # the same, while it is brought back
+        self._counts = ""  # the update that the engine has said counts
         self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread
         self._receiver: Receiver | None = None
         self._communicator: Communicator | None = None
@@ -95,9 +97,6 @@ class Applier:
         self._wrote = self._recaptured = self._released = False
         self._seconds: dict[str, float] = {}
         self._checks: dict[str, int] = {}
-
-    def _twin(self) -> torch.nn.Module:
-        return vllm_compat.meta_twin(self.vllm_config)
 
     @property
     def wrote(self) -> bool:
@@ -130,7 +129,11 @@ class Applier:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
             self.abort(current.order.request.update_id)
-        self._map = admission.admit(order.request.manifest, self._base, self._twin, self._tied, self._frozen)
+            if self._state == "verified" and self._counts != current.order.request.update_id:
+                self._retained = None  # whether the engine holds that one or this one nobody has said
+        self._map = admission.admit(
+            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen
+        )
         self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
             raise ManifestRefused(
@@ -140,6 +143,7 @@ class Applier:
             )
         dtypes = self._map.loaded_as()
         self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), dtypes)
+        self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
@@ -188,7 +192,7 @@ class Applier:
         if self._state in ("receiving", "staged") and receiver.error is not None:
             self._state, self._error = "failed", receiver.error
         elif self._state == "receiving" and receiver.ready:
-            self._error = self._other_heads(receiver)
+            self._error = admission.other_heads(self._map, receiver.order.request.manifest, self._heads, receiver.digests)
             self._state = "failed" if self._error else "staged"
         return WorkerReport(
             rank=self.rank,
@@ -202,21 +206,9 @@ class Applier:
             checks=dict(self._checks),
         )
 
-    def _other_heads(self, receiver: Receiver) -> WeightSyncError | None:
-        """An output head that was sent beside the embedding it is tied to, with other values."""
-        index = {self._map.name(spec.name): number for number, spec in enumerate(receiver.order.request.manifest.tensors)}
-        for head, sources in self._heads.items():
-            if all(receiver.digests[index[head]] != receiver.digests[index[source]] for source in sources):
-                return ManifestRefused(
-                    f"{head!r} has other values than the embedding, which is this model's output head too",
-                    hint="Leave it out, or start the engines from a checkpoint whose config.json does not tie the two",
-                    names=[head],
-                )
-        return None
-
     def apply(self, update_id: str) -> WorkerReport:
-        """Write the update into the live storage. The engine must be paused. A staged one may be applied again until it is verified."""
-        receiver = self._expect(update_id, "staged", "applied", "failed")
+        """Write the update into the live storage. The engine must be paused. A staged one may be applied again until it counts."""
+        receiver = self._expect(update_id, "staged", "applied", "failed", "verified")
         streamed = receiver.order.stage == "none"
         if (streamed and self._state != "staged") or (self._state == "failed" and not self._wrote):
             return self.report()
@@ -230,6 +222,7 @@ class Applier:
             if isinstance(incoming, Streamed):
                 incoming.wait()
             self._wrote = True
+            self._frozen.written(self._map)
             self._error = self._load(incoming)
         except WeightSyncError as exc:
             self._error = WeightSyncError.from_dict(exc.to_dict())
@@ -295,31 +288,43 @@ class Applier:
             self._seconds["recapture"] = time.monotonic() - began
 
     def verify(self, update_id: str) -> WorkerReport:
-        """Bring the rest after the applied weights, and prove them. Asked for when every worker of the engine has applied them."""
+        """Bring the rest after the loaded weights, and prove them. Asked for when every worker of the engine has loaded them."""
         receiver = self._expect(update_id, "applied")
         began = time.monotonic()
-        incoming = self._incoming(receiver)
+        incoming = self._back or self._incoming(receiver)
         self._error = self._proved(incoming)
         self._seconds["verify"] = time.monotonic() - began
-        self._state, self._wrote = ("failed", True) if self._error else ("verified", False)
-        if self._error is None:
-            self._retained = incoming.on_host() if receiver.order.retain and isinstance(incoming, Staged) else None
+        proved = "verified" if self._back is None else "rolled_back"
+        self._state, self._wrote = ("failed", True) if self._error else (proved, False)
+        if self._state == "verified" and self._alone and not receiver.order.retain:
+            receiver.discard()  # nobody can need them any more
+        return self.report()
+
+    def keep(self, update_id: str) -> WorkerReport:
+        """The engine says that a verified update counts: its bytes are kept to come back to, or let go of."""
+        receiver = self._expect(update_id, "verified")
+        if self._counts != update_id:
+            self._counts, self._retained = update_id, None
+            if receiver.order.retain and isinstance(incoming := self._incoming(receiver), Staged):
+                self._retained = incoming.on_host()
             receiver.discard()
         return self.report()
 
     def rollback(self, update_id: str) -> WorkerReport:
-        """Bring back the update that was committed last, after one that failed when it had written. The engine must be paused.
+        """Load the update that was committed last, after one that failed when a worker had written. The engine must be paused.
 
-        On the way as any update: loaded, followed, proved.
+        As any update it is verified when every worker has loaded it.
         """
-        receiver = self._expect(update_id, "applied", "failed")
+        receiver = self._expect(update_id, "staged", "applied", "failed", "verified")
         if self._retained is None:
             raise InternalError("no earlier update is kept in this worker", update_id=update_id, hint="Set sync.rollback to host")
+        if beyond := self._frozen.beyond(self._retained.load_map):
+            raise ApplyFailed(f"the update that is kept left out {', '.join(beyond[:20])}, which this one wrote", names=beyond)
         began = time.monotonic()
         receiver.discard()  # memory for what the load takes
-        self._wrote = True
-        self._error = self._load(self._retained) or self._proved(self._retained)
-        self._state, self._wrote = ("failed", True) if self._error else ("rolled_back", False)
+        self._back, self._wrote = self._retained, True
+        self._error = self._load(self._back)
+        self._state = "failed" if self._error else "applied"
         self._seconds["rollback"] = time.monotonic() - began
         return self.report()
 
@@ -351,7 +356,7 @@ class Applier:
     def _prove(self) -> VerdictNotOk | None:
         """What stands against the update as it is now; None when it holds."""
         waiting = vllm_compat.reload_waiting(self.model)
-        now = _registered(self.model)
+        now = loading.registered(self.model)
         changed = sorted(path for path in self._seal.keys() | now.keys() if self._seal.get(path) != now.get(path))
         verdict = self._guard.verify(self._repaired)
         self._count({"addresses": len(self._seal), **verdict.counts})
@@ -370,7 +375,7 @@ class Applier:
     def abort(self, update_id: str) -> WorkerReport:
         """End an update, whatever its state; live storage is not touched."""
         receiver = self._receiver
-        if receiver is not None and receiver.order.request.update_id == update_id and self._state != "verified":
+        if receiver is not None and receiver.order.request.update_id == update_id:
             receiver.discard()
             if self._state in ("receiving", "staged"):
                 with self._lock:
@@ -393,8 +398,3 @@ class Applier:
                 f"asked for update {update_id} in state {' or '.join(states)}; have {have} in state {at}", update_id=update_id
             )
         return receiver
-
-
-def _registered(model: torch.nn.Module) -> dict[str, _Seal]:
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {path: (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype) for path, t in tensors}

@@ -50,8 +50,12 @@ class WeightSyncExtension:
         """Prove what was applied."""
         return self._weightsync_answer(lambda: self._weightsync().verify(update_id))
 
+    def weightsync_keep(self, update_id: str) -> dict[str, Any]:
+        """Take note that the engine holds this update now."""
+        return self._weightsync_answer(lambda: self._weightsync().keep(update_id))
+
     def weightsync_rollback(self, update_id: str) -> dict[str, Any]:
-        """Bring back the update before this one."""
+        """Load the update before this one; to be proved as it was."""
         return self._weightsync_answer(lambda: self._weightsync().rollback(update_id))
 
     def weightsync_abort(self, update_id: str) -> dict[str, Any]:

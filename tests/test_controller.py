@@ -1,0 +1,89 @@
+"""The controller's part in updates that end at odd moments. Without Ray: engines are made up.
+
+Not covered: engines that die, and what engines do (`test_faults.py`, `test_engine_update.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tests.test_ledger import engine, request
+from weightsync import config
+from weightsync.codec import encode
+from weightsync.fleet.controller import Controller
+from weightsync.fleet.ledger import Update
+from weightsync.protocol import BeginOrder, EngineVerdict
+
+
+class Roster:
+    """Stands for the engines: what each has begun and not ended."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._ledger, self.held, self.gate = controller._ledger, dict[int, str](), asyncio.Event()
+        self.gate.set()
+
+    async def refresh(self) -> None:
+        for ordinal in range(2):
+            self._ledger.see(engine(ordinal))
+
+    def incarnation(self, ordinal: int) -> str:
+        return f"{ordinal}-first"
+
+    async def begin(self, order: BeginOrder) -> None:
+        await self.gate.wait()
+        self.held[order.engine] = order.request.update_id
+
+    async def poll(self, update: Update, ordinal: int) -> bool:
+        return self.held.get(ordinal) == update.request.update_id
+
+    async def abort(self, update_id: str) -> None:
+        self.held = {ordinal: held for ordinal, held in self.held.items() if held != update_id}
+
+    async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
+        raise NotImplementedError
+
+
+def drive(folder: Path, scenario: Callable[[Controller, Roster], Coroutine[Any, Any, None]]) -> None:
+    (folder / "config.json").write_text("{}")
+
+    async def run() -> None:
+        controller = Controller(config.dump(config.load({"engine.model": folder})))
+        roster = Roster(controller)
+        controller._roster = roster  # type: ignore[assignment]
+        await scenario(controller, roster)
+        for task in controller._background:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def begin(update_id: str = "u1", version: int = 1) -> dict[str, Any]:
+    data: dict[str, Any] = encode(request(update_id, version))
+    return data
+
+
+def test_an_update_that_is_aborted_while_it_is_admitted_leaves_nothing_in_engines(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        roster.gate.clear()
+        admission = asyncio.create_task(controller.begin(begin()))
+        await asyncio.sleep(0.05)
+        assert (await controller.abort("u1", "the trainer has gone"))["value"]["state"] == "aborted"
+        roster.gate.set()  # an engine that began only now, behind the abort
+        assert (await admission)["error"]["code"] == "aborted"
+        assert roster.held == {}
+        assert "value" in await controller.begin(begin("u2"))
+
+    drive(tmp_path, scenario)
+
+
+def test_an_abort_of_an_update_that_an_earlier_controller_admitted_reaches_engines(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        await controller.start()
+        roster.held = {0: "old", 1: "old"}
+        assert (await controller.abort("old", "closed"))["error"]["message"].startswith("no update 'old' is known")
+        assert roster.held == {}
+
+    drive(tmp_path, scenario)

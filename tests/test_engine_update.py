@@ -1,0 +1,203 @@
+"""One engine actor and its workers over several updates, in one process. Without Ray and vLLM (`workers`).
+
+Not covered: requests (`test_undo.py` has them on a real fleet).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers import NAMES, Worker, weights, without_vllm
+from weightsync import config
+from weightsync.errors import InternalError, VerdictNotOk
+from weightsync.fleet.engine_actor import EngineActor
+from weightsync.protocol import EngineState
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+
+
+class Core:
+    """Stands for vLLM: hands calls to the workers, and fails as often as it is told."""
+
+    alive = True
+
+    def __init__(self, *workers: Worker) -> None:
+        self.workers, self.stamped, self.running, self.resets = workers, -1, True, 0
+        self.fail = {"reset": 0, "stamp": 0, "resume": 0}
+
+    def _due(self, step: str) -> None:
+        self.fail[step] -= 1
+        if self.fail[step] >= 0:
+            raise VerdictNotOk("the prefix cache could not be dropped") if step == "reset" else RuntimeError(step)
+
+    async def pause(self) -> bool:
+        self.running = False
+        return True
+
+    async def resume(self) -> None:
+        self.running = True  # an answer that is lost: it may have gone on
+        self._due("resume")
+
+    async def end_requests(self) -> None:
+        """None are there."""
+
+    async def reset_caches(self) -> None:
+        self._due("reset")
+        self.resets += 1
+
+    async def set_version(self, version: int) -> None:
+        self._due("stamp")
+        self.stamped = version
+
+    async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        assert not self.running or method in ("weightsync_keep", "weightsync_abort"), "weights are written below requests"
+        return [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]
+
+    def _one(self, worker: Worker, method: str, *args: Any) -> dict[str, Any]:
+        from weightsync.worker.extension import WeightSyncExtension
+
+        extension = WeightSyncExtension()
+        extension._weightsync_applier = worker.applier  # type: ignore[attr-defined]
+        answer: dict[str, Any] = getattr(extension, f"weightsync_{method}")(*args)
+        return answer
+
+
+class Engine:
+    """An engine with rollback on.
+
+    Args:
+        workers: how many.
+    """
+
+    def __init__(self, folder: Path, workers: int = 2, **sync: Any) -> None:
+        (folder / "config.json").write_text("{}")
+        self.workers = [Worker(workers=workers) for _ in range(workers)]
+        self.core = Core(*self.workers)
+        settings = {"engine.model": folder, **{f"sync.{key}": value for key, value in sync.items()}}
+        self.actor = EngineActor(0, config.dump(config.load({"sync.rollback": "host", **settings})))
+        self.actor._engine = self.core  # type: ignore[assignment]
+        self.actor._url, self.actor._reason = "http://engine", "pending_weights"
+
+    def update(self, version: int, value: float | None = None) -> Any:
+        """One update to these values; the actor's verdict."""
+        ids = {worker.begin(weights(version if value is None else value)) for worker in self.workers}
+
+        async def commit() -> Any:
+            return await self.actor.commit(ids.pop(), version, 0)
+
+        return asyncio.run(commit())["value"]
+
+    def require(self, version: int, value: float | None = None) -> None:
+        """It serves this version, and in every worker these values."""
+        value = version if value is None else value
+        assert (self.actor._state, self.actor._version, self.core.stamped) == (EngineState.SERVING, version, version)
+        assert self.core.running
+        assert [worker.model.values() for worker in self.workers] == [dict.fromkeys(NAMES, value)] * len(self.workers)
+
+    def require_out(self) -> None:
+        assert (self.actor._state, self.actor._version) == (EngineState.QUARANTINED, None)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("step", ["reset", "stamp", "resume"])
+def test_what_fails_behind_the_proof_is_undone_too(step: str, workers: int, tmp_path: Path) -> None:
+    engine = Engine(tmp_path, workers)
+    assert engine.update(1)["committed"]
+    for version in (2, 3):
+        engine.core.fail[step] = 1
+        verdict = engine.update(version)
+        assert not verdict["committed"] and verdict["checks"]["rolled_back"] == 1
+        engine.require(1)
+    # What requests have computed with weights that were taken back goes.
+    assert engine.core.resets == {"reset": 1, "stamp": 3, "resume": 5}[step]
+    assert engine.update(4)["committed"]
+    engine.require(4)
+
+
+def test_a_proof_that_fails_in_one_worker_of_several_is_tried_again_in_all(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.update(1)
+    engine.workers[1].guard.fail = [True]
+    verdict = engine.update(2)
+    assert verdict["committed"] and verdict["checks"]["second_tries"] == 1
+    engine.require(2)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_worker_that_fails_takes_all_back(at: int, tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.update(1)
+    for version in (2, 3):
+        engine.workers[at].guard.fail = [True, True]
+        assert engine.update(version)["checks"]["rolled_back"] == 1
+        engine.require(1)
+        engine.workers[at].model.fail_behind = [1, 0]
+        assert engine.update(version)["checks"]["rolled_back"] == 1
+        engine.require(1)
+
+
+@pytest.mark.parametrize("step", ["load", "prove"])
+def test_an_engine_that_did_not_come_back_serves_nothing(step: str, tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.update(1)
+    if step == "load":
+        engine.workers[1].model.fail_behind = [1, 1, 1]
+    else:
+        engine.workers[1].guard.fail = [True, True, True]
+    verdict = engine.update(2)
+    assert "rolled_back" not in verdict["checks"]
+    engine.require_out()
+    engine.workers[0].guard.fail = [True, True]
+    assert "rolled_back" not in engine.update(3)["checks"], "it served nothing to go back to"
+    engine.require_out()
+    assert engine.update(4)["committed"]
+    engine.require(4)
+
+
+def test_an_engine_that_can_not_go_on_is_told_as_such(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.update(1)
+    engine.workers[0].guard.fail = [True, True]
+    engine.core.fail["resume"] = 1
+    assert not engine.update(2)["committed"]
+    engine.require_out()
+    assert engine.update(3)["committed"]
+    engine.require(3)
+
+
+def test_an_update_that_workers_were_not_told_counts_is_not_gone_back_to(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.update(1)
+    stock = engine.core.rpc
+
+    async def rpc(method: str, *args: Any) -> list[dict[str, Any]]:
+        if method == "weightsync_keep":
+            raise InternalError("lost")
+        return await stock(method, *args)
+
+    engine.core.rpc = rpc  # type: ignore[method-assign]
+    assert engine.update(2)["committed"]
+    engine.core.rpc = stock  # type: ignore[method-assign]
+    engine.workers[0].guard.fail = [True, True]
+    assert "rolled_back" not in engine.update(3)["checks"]
+    engine.require_out()
+
+
+def test_a_version_that_was_undone_and_comes_again_finds_nothing_under_its_salt(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, caches="salt")
+    engine.update(1)
+    engine.core.fail["stamp"] = 1
+    engine.update(2)
+    engine.require(1)
+    engine.core.fail["reset"] = 1
+    assert engine.update(2)["error"]["message"].startswith("the prefix cache could not be dropped"), "it is asked for"
+    engine.require(1)
+    assert engine.update(2, value=5)["committed"]
+    engine.require(2, value=5)
