@@ -167,7 +167,8 @@ def require_reported(fault: str, way: str, report: dict[str, Any]) -> None:
 
 def require_repaired(engine: Engine, way: str) -> None:
     """A complete update brings everything to where a cold engine of its weights has it."""
-    assert engine.attempt("none", engine.other, way)["state"] == "verified"
+    found = engine.attempt("none", engine.other, way)
+    assert found["state"] == "verified", found["error"]
     engine.require_sound()
     after = engine.call(faulty.after, True, engine.kept)
     assert after["ours"] == [] and all(after[key] <= engine.quiet[key] for key in ("threads", "files"))

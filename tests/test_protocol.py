@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync import protocol
+from weightsync.client.results import Generation, SyncReport, VersionSpan
 from weightsync.codec import decode, encode
 from weightsync.errors import ApplyFailed
 from weightsync.protocol import (
@@ -29,15 +30,12 @@ from weightsync.protocol import (
     EngineStatus,
     EngineVerdict,
     FleetStatus,
-    Generation,
     Manifest,
     SlotReport,
-    SyncReport,
     TensorSpec,
     UpdateRequest,
     UpdateState,
     UpdateStatus,
-    VersionSpan,
     WorkerReport,
 )
 

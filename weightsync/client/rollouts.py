@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weightsync.client.http import Http
+from weightsync.client.results import Generation, VersionSpan
 from weightsync.errors import EngineDied, GenerationFailed, NoEngineReady, ServiceUnreachable, WeightSyncError
-from weightsync.protocol import EngineState, EngineStatus, Generation, VersionSpan
+from weightsync.protocol import EngineState, EngineStatus
 
 
 class Rollouts:

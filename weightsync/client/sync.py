@@ -25,6 +25,7 @@ import torch
 
 from weightsync.client.http import Http
 from weightsync.client.published import Published
+from weightsync.client.results import Generation, SyncReport
 from weightsync.client.rollouts import Rollouts
 from weightsync.client.sender import Progress, Sender
 from weightsync.client.source import Offer, Source, offer
@@ -40,7 +41,7 @@ from weightsync.errors import (
     UpdateFailed,
     WeightSyncError,
 )
-from weightsync.protocol import Admission, EngineStatus, FleetStatus, Generation, SyncReport, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
 

@@ -380,8 +380,8 @@ class Applier:
             if self._state in ("receiving", "staged"):
                 with self._lock:
                     self._state, self._receiver = "none", None
-            # The stream may stand in the middle of an update; both sides start a new one.
-            self._close_communicator()
+            if self._state != "verified":  # the stream may stand in the middle of an update; both sides start a new one
+                self._close_communicator()
         return self.report()
 
     def _close_communicator(self) -> None:
