@@ -148,7 +148,7 @@ TABLE: dict[str, tuple[str, str, set[str]]] = {
     "loader raises at n/2": ("apply", APPLY, {V}),
     "loader raises at n": ("apply", APPLY, {"model.norm.weight"}),
     "processing raises in a linear layer": ("apply", APPLY, {"model.layers.1."}),
-    "processing raises in attention": ("apply", APPLY, {""}),
+    "processing raises in attention": ("apply", APPLY, set()),
     "repair raises": ("verify", APPLY, set()),
     "verify raises": ("verify", APPLY, set()),
 }

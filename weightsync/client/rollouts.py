@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weightsync.client.http import Http
-from weightsync.client.results import Generation, VersionSpan
 from weightsync.errors import EngineDied, GenerationFailed, NoEngineReady, ServiceUnreachable, WeightSyncError
 from weightsync.protocol import EngineState, EngineStatus
+from weightsync.results import Generation, VersionSpan
 
 
 class Rollouts:

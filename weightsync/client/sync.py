@@ -25,7 +25,6 @@ import torch
 
 from weightsync.client.http import Http
 from weightsync.client.published import Published
-from weightsync.client.results import Generation, SyncReport
 from weightsync.client.rollouts import Rollouts
 from weightsync.client.sender import Progress, Sender
 from weightsync.client.source import Offer, Source, offer
@@ -42,6 +41,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.results import Generation, SyncReport
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
