@@ -41,8 +41,8 @@ from weightsync.protocol import (
     UpdateRequest,
     UpdateState,
     UpdateStatus,
-    VersionSpan,
 )
+from weightsync.results import VersionSpan
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker import staging
 from weightsync.worker.receiver import Receiver
