@@ -104,6 +104,22 @@ def test_bytes_are_let_go_of_when_the_update_counts(workers: int, retain: bool) 
     assert worker.applier._receiver.into is None
 
 
+@pytest.mark.parametrize("then", ["abort", "begin"])
+def test_what_is_not_staged_goes_by_when_loading_failed_until_the_next_update(then: str) -> None:
+    worker = Worker(retain=False, stage="none")
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(1))
+    receiver = worker.applier._receiver
+    assert report.wrote and receiver is not None and receiver.draining
+    if then == "abort":
+        worker.applier.abort(update)
+        assert receiver.into is not None, "it is still in the broadcast"
+    else:
+        worker.update(weights(2))
+        assert receiver.into is None
+        assert worker.model.values() == {BODY: 2, TOWER: 2}
+
+
 # --- frozen ----------------------------------------------------------------------------------------
 
 
