@@ -215,7 +215,7 @@ def test_an_engine_that_restarted_since_it_received_an_update_says_so(tmp_path: 
 
 
 def test_an_update_that_is_being_applied_is_not_ended_below_it(tmp_path: Path) -> None:
-    """A controller that has just begun, and a trainer that gives up, may ask for it: between loading and the proof the bytes would be gone."""
+    """A new controller, or a trainer that gives up, may ask for it: the bytes would be gone between loading and the proof."""
     engine = Engine(tmp_path, workers=1)
     update, stock, loaded = engine.workers[0].begin(weights(1)), engine.core.rpc, asyncio.Event()
 
