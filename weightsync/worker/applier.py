@@ -128,10 +128,11 @@ class Applier:
         if current is not None:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
-            self.abort(current.order.request.update_id)
-            current.discard()
-            if self._state == "verified" and self._counts != current.order.request.update_id:
+            if self._state != "verified":
+                self.abort(current.order.request.update_id)
+            elif self._counts != current.order.request.update_id:
                 self._retained = None  # whether the engine holds that one or this one nobody has said
+            current.discard()
         self._map = admission.admit(
             order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen
         )
@@ -379,12 +380,11 @@ class Applier:
         """End an update, whatever its state; live storage is not touched."""
         receiver = self._receiver
         if receiver is not None and receiver.order.request.update_id == update_id:
-            if not receiver.draining:
-                receiver.discard()
             if self._state in ("receiving", "staged"):
-                # The stream may stand in the middle of an update; both sides start a new one.
                 with self._lock:
                     self._state, self._receiver = "none", None
+            if not receiver.draining:  # the stream may stand in the middle of an update; both sides start a new one
+                receiver.discard()
                 held, self._communicator = self._communicator, None
                 if held is not None:
                     held.close()

@@ -5,6 +5,7 @@ Not covered: what follows the weights (cached values, repair, graphs); that is t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,25 +31,43 @@ def load(model: torch.nn.Module, vllm_config: Any, fresh: Any, incoming: Staged 
         counts: what was done is added here, also when it fails.
 
     Raises:
-        ApplyFailed: a loader or a layer's processing raised, a tensor was left behind, or a layer is incomplete.
+        ApplyFailed: a loader or a layer's processing raised, a tensor came twice or was left behind, or a layer is incomplete.
             No layer is left half restored; values are a mixture of old and new.
     """
     taken: list[str] = []
+    loaded = False
     counts["loaders_restored"] = fresh.restore_loaders(model)
     reload = vllm_compat.Reload(model, vllm_config, fresh)
     try:
         with reload:
-            model.load_weights(incoming.stream(taken))
+            model.load_weights(receipts(incoming, taken))
             counts |= require_complete(incoming, taken, reload.waiting())
+            loaded = True
             reload.finish()
     except WeightSyncError:
         raise
     except Exception as exc:
+        if loaded:
+            raise ApplyFailed(f"all tensors are loaded, and processing them failed: {type(exc).__name__}: {exc}") from exc
         tensors = incoming.manifest.tensors
         at = tensors[min(len(taken), len(tensors) - 1)].name
         raise ApplyFailed(f"loading stopped at {at!r}: {type(exc).__name__}: {exc}", names=[at]) from exc
     finally:
         counts |= reload.counts
+
+
+def receipts(incoming: Staged | Streamed, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """An update's stream, of which each tensor may come once, and no other.
+
+    Raises:
+        ApplyFailed: before the loader is given what is too much.
+    """
+    owed = {incoming.load_map.name(spec.name) for spec in incoming.manifest.tensors}
+    for name, tensor in incoming.stream(taken):
+        if name not in owed:
+            raise ApplyFailed(f"{name!r} came twice, or is no part of the update", names=[name])
+        owed.remove(name)
+        yield name, tensor
 
 
 def require_complete(incoming: Staged | Streamed, taken: list[str], waiting: dict[str, int]) -> dict[str, int]:
@@ -65,8 +84,8 @@ def require_complete(incoming: Staged | Streamed, taken: list[str], waiting: dic
         ApplyFailed: with the names.
     """
     specs = incoming.manifest.tensors
-    if len(taken) != len(specs):
-        left = [spec.name for spec in specs[len(taken) :]]
+    came = set(taken)
+    if left := [spec.name for spec in specs if spec.name not in came]:
         raise ApplyFailed(f"the loader left {len(left)} tensor(s) behind: {', '.join(left[:20])}", names=left)
     want: dict[str, int] = {}
     for path, count in incoming.load_map.filled().items():

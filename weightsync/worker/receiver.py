@@ -108,6 +108,8 @@ class Receiver:
     def _make(self, device: torch.device) -> staging.Whole | streaming.Passing:
         order, manifest = self.order, self.order.request.manifest
         if order.stage == "none":
+            largest = max((spec.nbytes for spec in manifest.tensors), default=0)
+            staging.require_room(largest, self._landing, "the largest tensor takes", "Send it in parts, or give the KV cache less")
             return streaming.Passing(manifest, self.plan, self._landing, self._deadline, self._cancelled.is_set)
         # What is kept when it is committed had better be on the host from the start: copying it there takes time.
         stage = "host" if order.retain and order.stage == "auto" else order.stage
@@ -164,7 +166,8 @@ class Receiver:
 
     def _check(self, bucket: Bucket, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
         """Receive the digests behind a bucket and compare; refuse bad values, where bytes are staged behind the last one."""
-        packed = torch.empty((len(bucket.complete), 2), dtype=torch.int64, device=communicator.device)
+        # Not zeros, which fresh memory holds and which are the digest of zeros: what was never delivered would be taken for proved.
+        packed = torch.full((len(bucket.complete), 2), -1, dtype=torch.int64, device=communicator.device)
         communicator.broadcast(packed, self._deadline, self._cancelled.is_set)
         specs = self.order.request.manifest.tensors
         wrong = []

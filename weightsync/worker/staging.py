@@ -128,15 +128,26 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
             f"a bucket takes {bucket} bytes of the device's memory and {free} are free", hint="Send smaller buckets (bucket_bytes)"
         )
     where = device if on_device else torch.device("cpu")
-    free = free_bytes(where)
-    if plan.stream_bytes > free * _SHARE:
-        raise MemoryRefused(
-            f"staging needs {plan.stream_bytes} bytes of {'device' if on_device else 'host'} memory and {free} are free",
-            hint="Set sync.stage to host, or give the KV cache less"
-            if on_device
-            else "Give the engine's host more memory, or run fewer engines on it",
-        )
+    require_room(plan.stream_bytes, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
     return torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
+
+
+def require_room(nbytes: int, where: torch.device, what: str, hint: str) -> None:
+    """Refuse what would take more than its share of the free memory.
+
+    Args:
+        what: begins the message.
+        hint: what to do where the memory is a device's.
+
+    Raises:
+        MemoryRefused: with what is free.
+    """
+    free, on_device = free_bytes(where), where.type == "cuda"
+    if nbytes > free * _SHARE:
+        raise MemoryRefused(
+            f"{what} {nbytes} bytes of {'device' if on_device else 'host'} memory and {free} are free",
+            hint=hint if on_device else "Give the engine's host more memory, or run fewer engines on it",
+        )
 
 
 def _on_device(nbytes: int, stage: str, device: torch.device) -> bool:
