@@ -164,7 +164,7 @@ class Bench:
         at = str(transaction.phase)
         if error is not None and transaction.wrote and served and way.retain:
             asyncio.run(transaction.roll_back())
-        self._end(sending, error is not None and way.stage == "none")
+        self._end(sending, error is not None)  # as the client does, and the controller: whatever failed, they meet anew
         state = "failed" if error else "verified"
         wrote = transaction.wrote and error is not None  # when all is well the version is stamped now
         return {**report, "at": at, "state": state, "error": error and error.to_dict(), "wrote": wrote, "checks": transaction.checks}

@@ -25,6 +25,7 @@ from tests.bench import SECONDS, WAYS, Bench, Fault, Gone, Send, Tensors, send, 
 from weightsync.client.sender import Sender
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket
+from weightsync.worker import staging
 
 
 class Broken(Exception):
@@ -122,23 +123,20 @@ def loading(index: Callable[[int], int], times: int = 1 << 30) -> Callable[[Benc
 
 
 def repeated(index: int, after: int, other: bool) -> Callable[[Bench, Tensors], AbstractContextManager[Any]]:
-    """The worker's loader is given a tensor again, behind another one; as it was, or with other values."""
+    """What is staged gives a tensor again, behind another one; as it was, or with other values."""
 
     def around(bench: Bench, tensors: Tensors) -> AbstractContextManager[Any]:
-        stock = bench.model.load_weights
+        stock = staging.Staged.stream
 
-        def load_weights(weights: Any) -> Any:
-            def stream() -> Iterator[tuple[str, torch.Tensor]]:
-                kept: Any = None
-                for number, (name, tensor) in enumerate(weights):
-                    kept = (name, tensor + 1 if other else tensor) if number == index else kept
-                    yield name, tensor
-                    if number == after % len(tensors):
-                        yield kept
+        def stream(self: staging.Staged, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+            kept: Any = None
+            for number, (name, tensor) in enumerate(stock(self, taken)):
+                kept = (name, tensor + 1 if other else tensor) if number == index else kept
+                yield name, tensor
+                if number == after % len(tensors):
+                    yield kept
 
-            return stock(stream())
-
-        return patch.object(bench.model, "load_weights", load_weights)
+        return patch.object(staging.Staged, "stream", stream)
 
     return around
 

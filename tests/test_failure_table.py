@@ -148,7 +148,7 @@ TABLE: dict[str, tuple[str, str, set[str]]] = {
     "loader raises at n/2": ("apply", APPLY, {V}),
     "loader raises at n": ("apply", APPLY, {"model.norm.weight"}),
     "processing raises in a linear layer": ("apply", APPLY, {"model.layers.1."}),
-    "processing raises in attention": ("apply", APPLY, {""}),
+    "processing raises in attention": ("apply", APPLY, set()),
     "repair raises": ("verify", APPLY, set()),
     "verify raises": ("verify", APPLY, set()),
 }
@@ -167,7 +167,8 @@ def require_reported(fault: str, way: str, report: dict[str, Any]) -> None:
 
 def require_repaired(engine: Engine, way: str) -> None:
     """A complete update brings everything to where a cold engine of its weights has it."""
-    assert engine.attempt("none", engine.other, way)["state"] == "verified"
+    found = engine.attempt("none", engine.other, way)
+    assert found["state"] == "verified", found["error"]
     engine.require_sound()
     after = engine.call(faulty.after, True, engine.kept)
     assert after["ours"] == [] and all(after[key] <= engine.quiet[key] for key in ("threads", "files"))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync import protocol
+from weightsync import protocol, results
 from weightsync.codec import decode, encode
 from weightsync.errors import ApplyFailed
 from weightsync.protocol import (
@@ -29,17 +29,15 @@ from weightsync.protocol import (
     EngineStatus,
     EngineVerdict,
     FleetStatus,
-    Generation,
     Manifest,
     SlotReport,
-    SyncReport,
     TensorSpec,
     UpdateRequest,
     UpdateState,
     UpdateStatus,
-    VersionSpan,
     WorkerReport,
 )
+from weightsync.results import Generation, SyncReport, VersionSpan
 
 MANIFEST = Manifest(
     (TensorSpec("model.embed.weight", "bfloat16", (8, 4)), TensorSpec("größe", "float32", ()), TensorSpec("none", "int8", (0,)))
@@ -82,7 +80,7 @@ MESSAGES = [
     SPAN,
     Generation((1, 2), (-0.5, -1.0), (SPAN, VersionSpan(7, 2, 3)), 0, "length"),
 ]
-CLASSES = [c for c in vars(protocol).values() if isinstance(c, type) and dataclasses.is_dataclass(c)]
+CLASSES = [c for c in (*vars(protocol).values(), *vars(results).values()) if isinstance(c, type) and dataclasses.is_dataclass(c)]
 
 
 def by_class(cls: type) -> Any:

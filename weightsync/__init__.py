@@ -26,7 +26,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import WeightSyncError
-from weightsync.protocol import EngineVerdict, Generation, SyncReport
+from weightsync.protocol import EngineVerdict
+from weightsync.results import Generation, SyncReport
 
 if TYPE_CHECKING:
     from weightsync.client import Published, WeightSync

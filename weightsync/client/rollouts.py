@@ -15,7 +15,8 @@ from typing import Any
 
 from weightsync.client.http import Http
 from weightsync.errors import EngineDied, GenerationFailed, NoEngineReady, ServiceUnreachable, WeightSyncError
-from weightsync.protocol import EngineState, EngineStatus, Generation, VersionSpan
+from weightsync.protocol import EngineState, EngineStatus
+from weightsync.results import Generation, VersionSpan
 
 
 class Rollouts:

@@ -40,7 +40,8 @@ from weightsync.errors import (
     UpdateFailed,
     WeightSyncError,
 )
-from weightsync.protocol import Admission, EngineStatus, FleetStatus, Generation, SyncReport, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.results import Generation, SyncReport
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
 

@@ -383,8 +383,9 @@ class Applier:
             if self._state in ("receiving", "staged"):
                 with self._lock:
                     self._state, self._receiver = "none", None
-            if not receiver.draining:  # the stream may stand in the middle of an update; both sides start a new one
+            if not receiver.draining:
                 receiver.discard()
+            if not receiver.draining and self._state != "verified":  # the stream may stand in the middle of an update: meet anew
                 held, self._communicator = self._communicator, None
                 if held is not None:
                     held.close()

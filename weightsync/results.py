@@ -1,0 +1,64 @@
+"""What the client gives to its user: reports of syncs, and completions with the versions that sampled them.
+
+Not covered: errors (`weightsync.errors`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightsync.protocol import EngineVerdict
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What `sync_weights()` returns.
+
+    Attributes:
+        version: the version the fleet serves now.
+        nbytes, tensors: what was sent.
+        seconds: wall time by phase; `total` is the whole call.
+        pause_seconds: the longest time any engine generated nothing.
+        verdicts: one per engine of the update.
+    """
+
+    update_id: str
+    version: int
+    nbytes: int
+    tensors: int
+    seconds: dict[str, float]
+    pause_seconds: float
+    verdicts: tuple[EngineVerdict, ...]
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Output tokens `[start, end)` were sampled from weights `version`."""
+
+    version: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion.
+
+    Attributes:
+        token_ids: sampled tokens.
+        logprobs: log-probability of each sampled token, nats.
+        versions: which weights sampled which tokens.
+        engine: ordinal of the engine that answered.
+        finish_reason: `length`, `stop` or `abort`.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    engine: int
+    finish_reason: str
+
+    @property
+    def version(self) -> int | None:
+        """The weights that sampled the first token; see `versions` when an update fell in between."""
+        return self.versions[0].version if self.versions else None
