@@ -5,6 +5,8 @@ Not covered: real loaders (`test_failure_table.py`), several workers at once.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -102,6 +104,38 @@ def test_bytes_are_let_go_of_when_the_update_counts(workers: int, retain: bool) 
     worker.applier.verify(update)
     worker.applier.abort(update)
     assert worker.applier._receiver.into is None
+
+
+@pytest.mark.parametrize("then", ["abort", "begin"])
+def test_what_is_not_staged_goes_by_when_loading_failed_until_the_next_update(then: str) -> None:
+    worker = Worker(retain=False, stage="none")
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(1))
+    receiver = worker.applier._receiver
+    assert report.wrote and receiver is not None and receiver.draining
+    if then == "abort":
+        worker.applier.abort(update)
+        assert receiver.into is not None, "it is still in the broadcast"
+    else:
+        worker.update(weights(2))
+        assert receiver.into is None
+        assert worker.model.values() == {BODY: 2, TOWER: 2}
+
+
+@pytest.mark.parametrize("ends", ["verified", "failed", "aborted"])
+def test_a_communicator_is_kept_behind_an_update_that_went_well_and_behind_no_other(ends: str) -> None:
+    """The trainer keeps its end too: a worker that left would wait for it in vain."""
+    worker, closed = Worker(retain=False), list[str]()
+    worker.applier._communicator = SimpleNamespace(close=lambda: closed.append("closed"))  # type: ignore[assignment]
+    if ends == "verified":
+        worker.update(weights(1))
+    elif ends == "failed":
+        worker.model.fail_behind = [1]
+        worker.applier.abort(worker.apply(weights(1))[0])
+    else:
+        worker.applier.abort(worker.begin(weights(1)))
+    worker.begin(weights(2))
+    assert closed == ([] if ends == "verified" else ["closed"])
 
 
 # --- frozen ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Roster:
     """Stands for the engines: what each has begun and not ended."""
 
     def __init__(self, controller: Controller) -> None:
-        self._ledger, self.held, self.gate = controller._ledger, dict[int, str](), asyncio.Event()
+        self._ledger, self.begun, self.gate = controller._ledger, dict[int, str](), asyncio.Event()
         self.gate.set()
 
     async def refresh(self) -> None:
@@ -34,13 +34,16 @@ class Roster:
 
     async def begin(self, order: BeginOrder) -> None:
         await self.gate.wait()
-        self.held[order.engine] = order.request.update_id
+        self.begun[order.engine] = order.request.update_id
 
     async def poll(self, update: Update, ordinal: int) -> bool:
-        return self.held.get(ordinal) == update.request.update_id
+        return self.begun.get(ordinal) == update.request.update_id
+
+    async def held(self) -> set[str]:
+        return set(self.begun.values())
 
     async def abort(self, update_id: str) -> None:
-        self.held = {ordinal: held for ordinal, held in self.held.items() if held != update_id}
+        self.begun = {ordinal: held for ordinal, held in self.begun.items() if held != update_id}
 
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
         raise NotImplementedError
@@ -73,7 +76,7 @@ def test_an_update_that_is_aborted_while_it_is_admitted_leaves_nothing_in_engine
         assert (await controller.abort("u1", "the trainer has gone"))["value"]["state"] == "aborted"
         roster.gate.set()  # an engine that began only now, behind the abort
         assert (await admission)["error"]["code"] == "aborted"
-        assert roster.held == {}
+        assert roster.begun == {}
         assert "value" in await controller.begin(begin("u2"))
 
     drive(tmp_path, scenario)
@@ -82,8 +85,23 @@ def test_an_update_that_is_aborted_while_it_is_admitted_leaves_nothing_in_engine
 def test_an_abort_of_an_update_that_an_earlier_controller_admitted_reaches_engines(tmp_path: Path) -> None:
     async def scenario(controller: Controller, roster: Roster) -> None:
         await controller.start()
-        roster.held = {0: "old", 1: "old"}
+        roster.begun = {0: "old", 1: "old"}
         assert (await controller.abort("old", "closed"))["error"]["message"].startswith("no update 'old' is known")
-        assert roster.held == {}
+        assert roster.begun == {}
+
+    drive(tmp_path, scenario)
+
+
+def test_a_new_controller_ends_what_an_earlier_one_had_admitted(tmp_path: Path) -> None:
+    """Its bytes would stay in the engines until the next update begins."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        roster.begun = {0: "old", 1: "old"}
+        await controller.start()
+        await asyncio.sleep(0.05)
+        assert roster.begun == {}
+        assert "value" in await controller.begin(begin())
+        await asyncio.sleep(0.05)
+        assert roster.begun == {0: "u1", 1: "u1"}
 
     drive(tmp_path, scenario)

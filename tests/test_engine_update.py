@@ -201,3 +201,38 @@ def test_a_version_that_was_undone_and_comes_again_finds_nothing_under_its_salt(
     engine.require(1)
     assert engine.update(2, value=5)["committed"]
     engine.require(2, value=5)
+
+
+def test_an_engine_that_restarted_since_it_received_an_update_says_so(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+
+    async def commit() -> Any:
+        return await engine.actor.commit("u1", 1, 0)
+
+    verdict = asyncio.run(commit())["value"]
+    assert (verdict["error"]["code"], verdict["state"], verdict["version"]) == ("aborted", "pending", None)
+    assert "restarted" in verdict["error"]["message"]
+
+
+def test_an_update_that_is_being_applied_is_not_ended_below_it(tmp_path: Path) -> None:
+    """A new controller, or a trainer that gives up, may ask for it: the bytes would be gone between loading and the proof."""
+    engine = Engine(tmp_path, workers=1)
+    update, stock, loaded = engine.workers[0].begin(weights(1)), engine.core.rpc, asyncio.Event()
+
+    async def rpc(method: str, *args: Any) -> list[dict[str, Any]]:
+        answer = await stock(method, *args)
+        if method == "weightsync_apply":
+            loaded.set()
+            await asyncio.sleep(0.05)
+        return answer
+
+    async def run() -> tuple[Any, Any]:
+        engine.core.rpc = rpc  # type: ignore[method-assign]
+        commit = asyncio.create_task(engine.actor.commit(update, 1, 0))
+        await loaded.wait()
+        ended = await engine.actor.abort(update)
+        return ended, await commit
+
+    ended, committed = asyncio.run(run())
+    assert ended["error"]["code"] == "update_conflict" and committed["value"]["committed"]
+    engine.require(1)

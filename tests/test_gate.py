@@ -313,3 +313,20 @@ def test_a_client_that_leaves_in_mid_body_leaves_the_application_too() -> None:
     ask(application, body=[])
     assert application.after_body == ["http.disconnect"]
     assert application.bodies == []
+
+
+def test_an_engine_that_is_out_when_the_body_has_come_does_not_get_the_request() -> None:
+    """It is paused, and would keep the request until the next update."""
+    application, sent, reasons = Application(), list[MutableMapping[str, Any]](), list[str | None]([None, "apply_failed"])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
+    asyncio.run(Gate(application, TOKEN, lambda: reasons.pop(0), LIMIT)(scope, receive, send))
+    answer = Answer(sent)
+    assert (answer.status, application.reached) == (503, [])
+    assert answer.error.message == "this engine does not serve now: apply_failed" and answer.error.retryable

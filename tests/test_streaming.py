@@ -22,9 +22,11 @@ from tests.fleets import Fleet, answers, order_fault, wait_until, with_faults
 from weightsync import WeightSync
 from weightsync.client.source import offer
 from weightsync.errors import Aborted, DeadlineExceeded, TransportFailed, UpdateFailed, WeightSyncError
-from weightsync.protocol import EngineState
+from weightsync.protocol import BeginOrder, CommunicatorInfo, EngineState, UpdateRequest
+from weightsync.transport import digest
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.receiver import Receiver
 from weightsync.worker.streaming import Passing, Streamed
 
 CPU = torch.device("cpu")
@@ -90,6 +92,17 @@ def test_what_ends_receiving_ends_loading() -> None:
         Streamed(offer(TENSORS).manifest, empty, LoadMap({})).wait()
 
 
+def test_what_nobody_takes_any_more_goes_by() -> None:
+    """Else the trainer stands still, and with it the engines that still load, until the update's deadline."""
+    into = passing(limit_bytes=0, seconds=5)
+    thread = threading.Thread(target=send, args=(into,))
+    thread.start()
+    assert torch.equal(into.take(0), TENSORS["t0"])
+    into.drain()
+    thread.join(2)
+    assert not thread.is_alive() and not into._whole and not into._partial
+
+
 def test_waiting_ends_with_the_deadline_and_the_update() -> None:
     with pytest.raises(DeadlineExceeded):
         passing(seconds=0.1).take(0)
@@ -104,6 +117,53 @@ def test_the_first_tensor_stays_for_the_loader() -> None:
     send(into)
     Streamed(offer(TENSORS).manifest, into, LoadMap({})).wait()
     assert list(loaded(into)) == list(TENSORS)
+
+
+class Wire:
+    """Stands for a communicator: all buckets and digests come, one behind the other, and are counted."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.buckets, self._partial = 0, dict[int, Any]()
+        plan = plan_buckets(offer(MANY).manifest, 4096)
+        self._stream = self._all(plan)
+        self.count = len(plan.buckets)
+
+    def _all(self, plan: Any) -> Iterator[torch.Tensor]:
+        values = [tensor.view(torch.uint8) for tensor in MANY.values()]
+        for bucket in plan.buckets:
+            data = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            for piece in bucket.pieces:
+                run = values[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+                data[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = run
+            yield data
+            self.buckets += 1
+            if bucket.complete:
+                yield digest.pack([digest.digest_tensor(values[index]) for index in bucket.complete])
+
+    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Any) -> None:
+        tensor.copy_(next(self._stream))
+
+
+MANY = {f"t{n}": torch.full((3000,), n, dtype=torch.uint8) for n in range(8)}
+
+
+def test_an_engine_that_failed_stays_in_the_broadcast_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Passing.__init__, "__defaults__", (3000,))
+    wire, manifest = Wire(), offer(MANY).manifest
+    request = UpdateRequest("u", "t", 1, manifest, 4096, plan_buckets(manifest, 4096).hash, 10.0, "gloo", torch.__version__)
+    order = BeginOrder(request, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), 0, 1, 1.0, stage="none")
+    receiver = Receiver(order, 0, CPU, CPU, lambda: wire)  # type: ignore[arg-type, return-value]
+    receiver.start()
+    into = receiver.held()
+    assert isinstance(into, Passing) and torch.equal(into.take(0), MANY["t0"])
+    time.sleep(0.2)
+    assert wire.buckets < wire.count, "it stands still, and so do all others"
+    receiver.drain()
+    receiver._thread.join(5)
+    assert not receiver._thread.is_alive() and receiver.error is None
+    assert wire.buckets == wire.count and receiver.into is None
 
 
 # --- a real engine -----------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class Received:
 
     def __init__(self, order: BeginOrder, *_: Any) -> None:
         self.order, self.error, self.ready, self.tensors, self.nbytes = order, None, True, 0, 0
+        self.draining = False
         self.seconds: dict[str, float] = {}
         manifest = order.request.manifest
         plan = plan_buckets(manifest, order.request.bucket_bytes)
@@ -109,6 +110,9 @@ class Received:
     def discard(self) -> None:
         self.into = None
 
+    def drain(self) -> None:
+        self.draining = True
+
     def held(self) -> Whole:
         assert self.into is not None, "the bytes were let go of"
         return self.into
@@ -120,10 +124,11 @@ class Worker:
     Args:
         frozen: patterns of names that may be left out.
         workers: of the engine.
+        retain, stage: of every update's order.
     """
 
-    def __init__(self, frozen: Collection[str] = (), workers: int = 1, retain: bool = True) -> None:
-        self.model, self._retain, self._updates = Model(), retain, 0
+    def __init__(self, frozen: Collection[str] = (), workers: int = 1, retain: bool = True, stage: str = "auto") -> None:
+        self.model, self._retain, self._stage, self._updates = Model(), retain, stage, 0
         config = SimpleNamespace(
             model_config=SimpleNamespace(hf_config=SimpleNamespace(), model="/nowhere"),
             parallel_config=SimpleNamespace(world_size=workers),
@@ -140,7 +145,7 @@ class Worker:
         plan = plan_buckets(manifest, 4096)
         update = f"u{self._updates}"
         request = UpdateRequest(update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__)
-        order = BeginOrder(request, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), 0, 1, 1.0, retain=self._retain)
+        order = BeginOrder(request, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), 0, 1, 1.0, stage=self._stage, retain=self._retain)
         assert self.applier.begin(order).error is None
         return update
 

@@ -92,7 +92,15 @@ class Controller:
         await self._roster.refresh()
         if self._heart is None:  # also in a controller that Ray restarted, which nobody calls `start` on
             self._heart = self._spawn(self._watch_engines())
+            self._spawn(self._end_earlier())
         self._show()
+
+    async def _end_earlier(self) -> None:
+        """Let engines drop what an earlier controller had admitted: nobody can commit it any more."""
+        for update_id in await self._roster.held():
+            if self._ledger.get(update_id) is None:
+                logger.warning("update %s was admitted by an earlier controller and ends", update_id)
+                await self._roster.abort(update_id)
 
     async def _watch_engines(self) -> None:
         while True:

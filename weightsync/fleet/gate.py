@@ -58,12 +58,11 @@ class Gate:
             )
             await refuse(error, send, 404)
         elif (reason := self._refusal()) is not None:
-            error = NoEngineReady(
-                f"this engine does not serve now: {reason}", hint="Ask another engine, or try again after the next update"
-            )
-            await refuse(error, send)
+            await _refuse_now(reason, send)
         elif (bounded := await bound(scope, receive, self._limit)) is None:
             await refuse(Refused(f"the request is larger than {self._limit} bytes"), send, 413)
+        elif (reason := self._refusal()) is not None:  # since the body began to come; a paused engine would keep the request for ever
+            await _refuse_now(reason, send)
         else:
             await self._app(scope, bounded, send)
 
@@ -101,6 +100,11 @@ def header(scope: Scope, name: bytes) -> bytes:
     """A header's value; the first where it comes twice, empty without it."""
     value: bytes = next((value for key, value in scope["headers"] if key.lower() == name), b"")
     return value
+
+
+async def _refuse_now(reason: str, send: Send) -> None:
+    hint = "Ask another engine, or try again after the next update"
+    await refuse(NoEngineReady(f"this engine does not serve now: {reason}", hint=hint), send)
 
 
 async def refuse(error: WeightSyncError, send: Send, status: int | None = None) -> None:

@@ -94,6 +94,12 @@ class Roster:
         reports = await self._reports(ordinal, self._handle(ordinal).poll)
         return all(report.state == "staged" and report.update_id == update.request.update_id for report in reports)
 
+    async def held(self) -> set[str]:
+        """Updates whose bytes engines hold and have not begun to apply, as far as engines answer."""
+        found = await asyncio.gather(*(self._reports(o, handle.poll) for o, handle in self._handles.items()), return_exceptions=True)
+        reports = (report for answer in found if not isinstance(answer, BaseException) for report in answer)
+        return {report.update_id for report in reports if report.state in ("receiving", "staged")}
+
     async def abort(self, update_id: str) -> None:
         """End an update in all engines that answer; one that has not heard of it, or is applying it, goes on."""
         timeout = self._sync.control_timeout_seconds

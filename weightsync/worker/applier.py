@@ -128,9 +128,11 @@ class Applier:
         if current is not None:
             # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
             # controller, and its staging would stand in the way of this one's.
-            self.abort(current.order.request.update_id)
-            if self._state == "verified" and self._counts != current.order.request.update_id:
+            if self._state != "verified":
+                self.abort(current.order.request.update_id)
+            elif self._counts != current.order.request.update_id:
                 self._retained = None  # whether the engine holds that one or this one nobody has said
+            current.discard()
         self._map = admission.admit(
             order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen
         )
@@ -226,6 +228,8 @@ class Applier:
             self._error = self._load(incoming)
         except WeightSyncError as exc:
             self._error = WeightSyncError.from_dict(exc.to_dict())
+        if streamed and self._error:
+            receiver.drain()
         self._state = "failed" if self._error else "applied"
         self._seconds["apply"] = time.monotonic() - began
         return self.report()
@@ -376,25 +380,21 @@ class Applier:
         """End an update, whatever its state; live storage is not touched."""
         receiver = self._receiver
         if receiver is not None and receiver.order.request.update_id == update_id:
-            receiver.discard()
             if self._state in ("receiving", "staged"):
                 with self._lock:
                     self._state, self._receiver = "none", None
-            if self._state != "verified":  # the stream may stand in the middle of an update; both sides start a new one
-                self._close_communicator()
+            if not receiver.draining:
+                receiver.discard()
+            if not receiver.draining and self._state != "verified":  # the stream may stand in the middle of an update: meet anew
+                held, self._communicator = self._communicator, None
+                if held is not None:
+                    held.close()
         return self.report()
 
-    def _close_communicator(self) -> None:
-        held, self._communicator = self._communicator, None
-        if held is not None:
-            held.close()
-
     def _expect(self, update_id: str, *states: str) -> Receiver:
-        receiver = self._receiver
-        at = self.report().state
-        if receiver is None or receiver.order.request.update_id != update_id or at not in states:
-            have = receiver.order.request.update_id if receiver else "none"
-            raise InternalError(
-                f"asked for update {update_id} in state {' or '.join(states)}; have {have} in state {at}", update_id=update_id
-            )
+        receiver, at = self._receiver, self.report().state
+        if receiver is None:
+            raise Aborted("this worker has no update: its engine restarted meanwhile", hint="Sync again", update_id=update_id)
+        if (have := receiver.order.request.update_id) != update_id or at not in states:
+            raise InternalError(f"asked for {update_id} in state {' or '.join(states)}; have {have} in state {at}", update_id=update_id)
         return receiver

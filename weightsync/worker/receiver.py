@@ -66,6 +66,7 @@ class Receiver:
         self._cancelled = threading.Event()
         self.into: staging.Whole | streaming.Passing | None = self._make(device)
         self.error: WeightSyncError | None = None
+        self.draining = False  # what still comes goes by
         self.ready = False  # to be applied: all is there, or, without staging, it begins to come
         self.digests: dict[int, digest.Digest] = {}
         self._bad: dict[str, str] = {}  # tensors whose values are refused, with counts
@@ -85,6 +86,14 @@ class Receiver:
         """Cancel and let the bytes go."""
         self.cancel()
         self.into = None
+
+    def drain(self) -> None:
+        """Let go by what is still to come: other engines get it by the same broadcasts, and may go on."""
+        self.draining = True
+        if isinstance(self.into, streaming.Passing):
+            self.into.drain()
+        if not self._thread.is_alive():
+            self.into = None
 
     def held(self) -> staging.Whole | streaming.Passing:
         """Where the bytes are.
@@ -123,6 +132,8 @@ class Receiver:
         except Exception as exc:  # a thread's exception would vanish; it must reach the trainer
             self._fail(InternalError(f"receiving failed: {type(exc).__name__}: {exc}"))
         finally:
+            if self.draining:
+                self.into = None
             self.seconds["receive"] = time.monotonic() - began - self.seconds.get("connect", 0.0)
 
     def _fail(self, error: WeightSyncError) -> None:

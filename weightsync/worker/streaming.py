@@ -53,6 +53,7 @@ class Passing:
         self._whole: deque[tuple[int, torch.Tensor]] = deque()
         self._waiting_bytes = 0
         self._error: WeightSyncError | None = None
+        self._drained = False
         self._changed = threading.Condition()
 
     @property
@@ -92,9 +93,18 @@ class Passing:
             self._partial.pop(index, None)
             with self._changed:
                 self._wait(lambda size=tensor.nbytes: not self._whole or self._waiting_bytes + size <= self._limit)  # type: ignore[misc]
+                if self._drained:
+                    continue
                 self._whole.append((index, tensor))
                 self._waiting_bytes += tensor.nbytes
                 self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Nobody takes tensors any more: what waits goes, and so does what comes."""
+        with self._changed:
+            self._drained, self._waiting_bytes = True, 0
+            self._whole.clear()
+            self._changed.notify_all()
 
     def fail(self, error: WeightSyncError) -> None:
         """No more will come."""
