@@ -244,6 +244,7 @@ def salt(salting: Fleet, tensors: Any) -> Iterator[tuple[WeightSync, Asked]]:
         yield sync, Asked(salting, sync)
 
 
+@pytest.mark.slow
 def test_under_salt_a_new_request_finds_nothing_old_and_a_conversation_keeps_its_own(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     version = sync.status().committed_version
@@ -261,6 +262,7 @@ def test_under_salt_a_new_request_finds_nothing_old_and_a_conversation_keeps_its
     assert asked.once(PROMPT) == (old, 0, str(version + 2))
 
 
+@pytest.mark.slow
 def test_under_salt_completions_know_versions_and_clients_salts(salt: Any, tensors: Any) -> None:
     sync, asked = salt
 
@@ -279,6 +281,7 @@ def test_under_salt_completions_know_versions_and_clients_salts(salt: Any, tenso
     assert refused.status_code == 400 and "cache_salt" in refused.text
 
 
+@pytest.mark.slow
 def test_under_salt_requests_in_flight_keep_their_blocks_and_none_ends(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     old = sync.status().committed_version
@@ -291,6 +294,7 @@ def test_under_salt_requests_in_flight_keep_their_blocks_and_none_ends(salt: Any
     assert asked.once(conversation)[1] == 0
 
 
+@pytest.mark.slow
 def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     version = sync.status().committed_version
@@ -302,6 +306,7 @@ def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(s
     assert asked.once(PROMPT)[:2] == (tokens, 0)
 
 
+@pytest.mark.slow
 def test_under_salt_every_answer_of_one_version_is_that_of_a_cold_engine(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     cold: dict[int, list[int]] = {}
