@@ -14,6 +14,7 @@ from weightsync.client.source import offer
 from weightsync.errors import UnsupportedEngine
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.packing import plan_buckets
+from weightsync.worker.admission import Frozen
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.staging import Whole
 
@@ -141,6 +142,7 @@ class TestAnUpdate:
             _seconds={},
             _repaired=Adoption(),
             _stored=None,
+            _back=None,
             _map=LoadMap({}),
             _heads={},
         )
@@ -266,7 +268,9 @@ def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captur
     sealed: list[bool] = []
     lazies = SimpleNamespace(note_captured=lambda: sealed.append(made._wrote))
     guard = SimpleNamespace(outdated=outdated, seal=lambda: sealed.append(made._wrote))
-    vars(made).update(_guard=guard, _lazies=lazies, _wrote=False, _heads={}, _checks={}, _seconds={}, _map=LoadMap({}))
+    vars(made).update(
+        _guard=guard, _lazies=lazies, _wrote=False, _heads={}, _checks={}, _seconds={}, _map=LoadMap({}), _frozen=Frozen([], LoadMap({}))
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
         report = made.apply("u")
