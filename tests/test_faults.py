@@ -46,7 +46,9 @@ def sync(one: Fleet, tensors: Any) -> Iterator[WeightSync]:
 
 
 def _process(fleet: Fleet, title: str) -> int:
-    """A process of vLLM's by what it calls itself. Found by descent: in some environments it can't change what `ps` shows."""
+    """A process of the fleet by what it calls itself; vLLM's by descent: in some environments they can't change what `ps` shows."""
+    if title.startswith("ray::"):
+        return next(pid for pid, command in fleet.processes().items() if command.startswith(title))
     (core,) = _children(psutil.Process(engine_pid(fleet, 0)))
     return int(core.pid if title == "VLLM::EngineCore" else _children(core)[0].pid)
 
