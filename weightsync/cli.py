@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
     check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
-    check.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
+    second = check.add_mutually_exclusive_group()
+    second.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
+    second.add_argument("--identity", action="store_true", help="only send the engine its own weights: they must change nothing")
     check.add_argument("--strict", action="store_true", help="take a repair of captured storage for a failure")
     check.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vLLM, as a JSON object")
     check.add_argument("--timeout", type=float, default=1800.0, help="deadline of each engine, seconds (default 1800)")
@@ -195,6 +197,7 @@ def _check(args: argparse.Namespace) -> int:
         args.model,
         args.other,
         strict=args.strict,
+        identity=args.identity,
         engine_args=engine_args,
         timeout_seconds=args.timeout,
         say=lambda text: print(f"weightsync: starting {text}", file=sys.stderr, flush=True),
