@@ -79,6 +79,9 @@ def test_weights_of_another_model_are_refused_before_an_engine_starts(checkpoint
 @pytest.mark.usefixtures("no_engine")
 def test_wrong_use_is_told_on_the_command_line(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     good = str(checkpoint("qwen3", 1))
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--model", good, "--other", good, "--identity"])
+    assert "not allowed with" in capsys.readouterr().err
     assert cli.main(["check", "--model", good, "--engine-args", "[1]"]) == 2
     assert "--engine-args: got '[1]', want a JSON object" in capsys.readouterr().err
     assert cli.main(["check", "--model", good + "-nothing"]) == 2
@@ -108,7 +111,8 @@ def report(**changes: Any) -> dict[str, Any]:
         "lost": [], "truncated": [], "seals": 1, "seconds": {"seal": 0.25},
     }  # fmt: skip
     whole = {
-        "model": "/m", "other": "/n", "device": "cpu", "ok": True, "contract": contract, "repaired": 0, "failures": [], "unproven": [],
+        "model": "/m", "other": "/n", "identity_alone": False, "device": "cpu", "ok": True,
+        "contract": contract, "repaired": 0, "failures": [], "unproven": [],
         "identity": {"slots": 5, "left_out": 1, "changed": []},
         "proof": {"written": 4, "poisoned_bytes": 1000, "differing": {}, "differing_count": 0, "unrefreshed": [], "restored": 0,
                   "outputs": "equal to the bit"},
@@ -133,6 +137,7 @@ def test_a_report_shows_slots_by_class_and_says_unproven_plainly() -> None:
     bare = {key: value for key, value in report(unproven=["whether it follows"]).items() if key != "proof"}
     text = shown(bare)
     assert "unproven: whether it follows" in text and "values are unproven" in text and "every value" not in text
+    assert "and its own weights change nothing" in shown(bare | {"identity_alone": True, "unproven": []})
 
 
 def test_a_report_with_failures_is_an_error_that_names_them_and_says_not_to_serve() -> None:
@@ -220,6 +225,14 @@ def test_other_kinds_pass_and_a_repair_fails_when_strict(kind: str, repairs: boo
         with pytest.raises(UnsupportedEngine, match="does not follow its weights by itself") as caught:
             run.require_ok(found)
         assert "without strict the contract holds" in caught.value.hint
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_engines_own_weights_change_nothing(checkpoint: Checkpoint) -> None:
+    found = run.check(checkpoint("qwen3", 1), identity=True)
+    assert found["ok"] and found["identity_alone"] and found["identity"]["changed"] == []
+    assert not [line for line in found["unproven"] if "second set" in line]
 
 
 @pytest.mark.engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,16 @@ def test_small_tensors_share_a_bucket() -> None:
 def test_a_bucket_must_hold_something(bucket_bytes: int) -> None:
     with pytest.raises(ValueError, match="bucket_bytes"):
         plan_buckets(MIXED, bucket_bytes)
+
+
+def test_buckets_that_would_be_too_many_are_refused_with_a_size_that_will_do() -> None:
+    manifest = Manifest((TensorSpec("w", "uint8", (200 << 30,)),))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"more than 100000 buckets; want \d+ or more") as caught:
+        plan_buckets(manifest, 4096)
+    assert time.monotonic() - began < 1, "before they are made"
+    enough = int(str(caught.value).split("want ")[1].split()[0])
+    assert len(plan_buckets(manifest, enough).buckets) <= 100_000
 
 
 def test_the_same_manifest_and_bucket_give_the_same_plan() -> None:

@@ -504,6 +504,13 @@ def test_an_update_that_does_not_fit_the_free_memory_is_refused(monkeypatch: pyt
             Receiver(order, 0, CPU, CPU, lambda: pytest.fail("must not connect yet"))
 
 
+def test_a_plan_of_too_many_buckets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = order_of(offer({"w": torch.zeros(100_000)}), 4096)
+    monkeypatch.setattr("weightsync.transport.packing.MAX_BUCKETS", 10)
+    with pytest.raises(ManifestRefused, match="more than 10 buckets; want 40064 or more"):
+        Receiver(order, 0, CPU, CPU, lambda: pytest.fail("must not connect"))
+
+
 def test_a_trainer_with_another_bucket_plan_is_refused() -> None:
     with pytest.raises(InternalError, match="different bucket plans"):
         Receiver(order_of(offer({"w": torch.zeros(3)}), plan_hash="0" * 64), 0, CPU, CPU, lambda: pytest.fail("must not connect"))

@@ -69,13 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
     push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
     push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
+    push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
+    push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
     push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
     _add_client(push)
     push.set_defaults(run=_push)
 
     check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
     check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
-    check.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
+    second = check.add_mutually_exclusive_group()
+    second.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
+    second.add_argument("--identity", action="store_true", help="only send the engine its own weights: they must change nothing")
     check.add_argument("--strict", action="store_true", help="take a repair of captured storage for a failure")
     check.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vLLM, as a JSON object")
     check.add_argument("--timeout", type=float, default=1800.0, help="deadline of each engine, seconds (default 1800)")
@@ -171,6 +175,8 @@ def _push(args: argparse.Namespace) -> int:
             args.update_version,
             timeout_seconds=args.timeout,
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
+            allow_nonfinite=args.allow_nonfinite,
+            rewind=args.rewind,
         )
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
     print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
@@ -195,6 +201,7 @@ def _check(args: argparse.Namespace) -> int:
         args.model,
         args.other,
         strict=args.strict,
+        identity=args.identity,
         engine_args=engine_args,
         timeout_seconds=args.timeout,
         say=lambda text: print(f"weightsync: starting {text}", file=sys.stderr, flush=True),

@@ -54,6 +54,7 @@ class Job:
         device: `cpu` or `cuda`.
         engine_args: vLLM's.
         strict: whether a repair is a failure.
+        identity: nothing is asked but that the engine's own weights change nothing; then there is no B.
     """
 
     task: str
@@ -64,6 +65,7 @@ class Job:
     device: str
     engine_args: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
+    identity: bool = False
 
     def dump(self, path: Path) -> None:
         """Write it to where a process is to read it."""
@@ -129,7 +131,7 @@ class Warm:
         self._identity(test)
         if not self.report["failures"] and self._job.other:
             self._proof(test)
-        elif not self._job.other:
+        elif not self._job.other and not self._job.identity:
             self.report["unproven"].append("whether every value follows the weights: there is no second set of weights (--other)")
         if not self.report["failures"]:
             self._outputs(before, again)
@@ -172,7 +174,8 @@ class Warm:
     def _outputs(self, before: dict[str, Any], again: dict[str, Any]) -> None:
         """Whether the engine answers as it did with A, and as a cold engine with B. Nothing is poisoned now."""
         if before != again:
-            self.report["unproven"].append("outputs: this engine does not give the same answer twice")
+            said = "outputs: this engine does not give the same answer twice"
+            self.report["failures" if self._job.identity else "unproven"].append(said)
             return
         if generate(self._llm, PROMPTS, _MAX_TOKENS) != before:
             self._fail("with its first weights again, and every slot as it was, the engine answers otherwise")

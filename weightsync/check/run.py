@@ -43,6 +43,7 @@ def check(
     other: Path | None = None,
     *,
     strict: bool = False,
+    identity: bool = False,
     engine_args: Mapping[str, Any] | None = None,
     timeout_seconds: float = 1800.0,
     say: Callable[[str], None] = lambda text: None,
@@ -53,6 +54,7 @@ def check(
         model: folder of the weights to start on.
         other: folder of another set of weights of the same model; without it values are unproven.
         strict: take a repair of captured storage for a failure.
+        identity: only send the engine its own weights, which must change no slot and no answer; without `other`.
         engine_args: vLLM's, over `ENGINE_ARGS`.
         timeout_seconds: for each engine.
         say: is told what is being done.
@@ -78,8 +80,11 @@ def check(
             plain = {key: value for key, value in arguments.items() if key != "worker_extension_cls"}
             _process(Job("cold", folders[1], "", digests, str(work / "cold.json"), device, plain), work, timeout_seconds)
         say(f"the engine on {model}")
-        report = _process(Job("warm", *folders, digests, str(work / "warm.json"), device, arguments, strict), work, timeout_seconds)
-    return {"model": str(model), "other": str(other) if other else None, "device": device, "ok": not report["failures"], **report}
+        report = _process(
+            Job("warm", *folders, digests, str(work / "warm.json"), device, arguments, strict, identity), work, timeout_seconds
+        )
+    asked = {"model": str(model), "other": str(other) if other else None, "identity_alone": identity, "device": device}
+    return {**asked, "ok": not report["failures"], **report}
 
 
 def require_ok(report: Mapping[str, Any]) -> None:

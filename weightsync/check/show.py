@@ -67,4 +67,5 @@ def _tried(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"unproven: {what}" for what in report["unproven"])
     yield from (f"FAILED: {what}" for what in report["failures"])
     if report["ok"]:
-        yield "ok: the contract holds" + (", values are unproven" if "proof" not in report else ", and every value follows the weights")
+        values = ", and every value follows the weights" if "proof" in report else ", values are unproven"
+        yield "ok: the contract holds" + (", and its own weights change nothing" if report["identity_alone"] else values)

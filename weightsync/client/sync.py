@@ -195,9 +195,9 @@ class WeightSync:
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
-        plan = plan_buckets(offered.manifest, self._bucket_bytes)
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
+            plan = plan_buckets(offered.manifest, self._bucket_bytes)
             request = UpdateRequest(
                 update_id=uuid.uuid4().hex,
                 trainer_id=self._trainer_id,

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from weightsync.protocol import Manifest
 
+#: More buckets than this take seconds to plan, in an engine that stands still meanwhile.
+MAX_BUCKETS = 100_000
 #: Tensors start at multiples of this in the stream, bytes. Wide enough for any
 #: dtype's view, for a cache line, and for the digest's 8-byte words.
 ALIGN = 64
@@ -85,7 +87,7 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> BucketPlan:
         bucket_bytes: window size in bytes, rounded up to a multiple of `ALIGN`.
 
     Raises:
-        ValueError: `bucket_bytes` is not positive.
+        ValueError: `bucket_bytes` is not positive, or so small that there would be more than `MAX_BUCKETS`.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes {bucket_bytes}: want a positive number")
@@ -95,6 +97,10 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> BucketPlan:
     for spec in manifest.tensors:
         offsets.append(end)
         end = _round_up(end + spec.nbytes)
+    if end > MAX_BUCKETS * size:
+        raise ValueError(
+            f"bucket_bytes {size}: {end} bytes make more than {MAX_BUCKETS} buckets; want {_round_up(end // MAX_BUCKETS + 1)} or more"
+        )
     # Tensors without elements still need a bucket to be completed in.
     count = -(-end // size) if end else (1 if manifest.tensors else 0)
     pieces: list[list[Piece]] = [[] for _ in range(count)]

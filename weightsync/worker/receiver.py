@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from weightsync.errors import BadValues, DigestMismatch, InternalError, TransportFailed, WeightSyncError
+from weightsync.errors import BadValues, DigestMismatch, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, Phase
 from weightsync.transport import digest, finite
 from weightsync.transport.communicator import Communicator
@@ -59,7 +59,10 @@ class Receiver:
     ) -> None:
         self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
         request = order.request
-        self.plan: BucketPlan = plan_buckets(request.manifest, request.bucket_bytes)
+        try:
+            self.plan: BucketPlan = plan_buckets(request.manifest, request.bucket_bytes)
+        except ValueError as exc:
+            raise ManifestRefused(str(exc), hint="Send larger buckets") from None
         if self.plan.hash != request.plan_hash:
             raise InternalError("trainer and worker computed different bucket plans", hint="Install the same weightsync on both sides")
         self._deadline = time.monotonic() + request.timeout_seconds
