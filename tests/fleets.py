@@ -5,13 +5,14 @@ Not covered: engines on a GPU (`tests/gpu`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,14 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float = 30.0, what
             return value
         assert time.monotonic() < deadline, f"{what} did not come about in {timeout_seconds} s"
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def trainer(fleet: Fleet, weights: Any) -> Iterator[WeightSync]:
+    """A trainer of its own, behind its first sync."""
+    with fleet.client(bucket_bytes=60_000) as client:
+        client.sync_weights(weights)
+        yield client
 
 
 def with_faults(file: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from tests.fleets import Fleet, answers, engine_pid, wait_until
+from tests.fleets import Fleet, answers, engine_pid, trainer, wait_until
 from weightsync import WeightSync
 from weightsync.client.source import offer
 from weightsync.codec import encode
@@ -40,8 +40,7 @@ def one(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 @pytest.fixture
 def sync(one: Fleet, tensors: Any) -> Iterator[WeightSync]:
     """A trainer of its own; the engine serves A when a test begins."""
-    with one.client(bucket_bytes=60_000) as client:
-        client.sync_weights(tensors(KIND, 1))
+    with trainer(one, tensors(KIND, 1)) as client:
         yield client
 
 

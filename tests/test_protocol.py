@@ -302,6 +302,7 @@ def test_an_id_fits_a_path_and_a_log_line(key: str, value: str) -> None:
         ("timeout_seconds", [0.0, -1.0, 86_401.0, math.inf, math.nan], [0.001, 86_400.0]),
         ("transport", ["", "mpi", "NCCL"], ["gloo", "nccl"]),
         ("allow_nonfinite", [None, 0, 1, "true"], [False, True]),
+        ("rewind", [None, 0, 1, "true"], [False, True]),
     ],
 )
 def test_a_requests_field_has_its_range(key: str, bad: list[Any], good: list[Any]) -> None:

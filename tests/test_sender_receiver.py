@@ -207,7 +207,6 @@ def test_several_updates_travel_over_one_communicator(pair: Pair) -> None:
 def test_staged_tensors_are_views_of_the_staging_and_go_with_it(pair: Pair) -> None:
     run = Run(pair, {"w": random_tensor(10)})
     staging = run.receiver.held().data
-    assert staging is not None
     assert run.receiver.held().tensor(0).data_ptr() == staging.data_ptr()
     run.receiver.discard()
     with pytest.raises(InternalError, match="let go of"):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fleets import Fleet, answers, order_fault, wait_until, with_faults
+from tests.fleets import Fleet, answers, order_fault, trainer, wait_until, with_faults
 from weightsync import WeightSync
 from weightsync.client.source import offer
 from weightsync.errors import Aborted, DeadlineExceeded, TransportFailed, UpdateFailed, WeightSyncError
@@ -191,8 +191,7 @@ def one(checkpoint: Any, fault: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def sync(one: Fleet, tensors: Any) -> Iterator[WeightSync]:
-    with one.client(bucket_bytes=60_000) as client:
-        client.sync_weights(tensors(KIND, 1))
+    with trainer(one, tensors(KIND, 1)) as client:
         yield client
 
 

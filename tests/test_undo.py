@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleets import Fleet, answers, order_fault
+from tests.fleets import Fleet, answers, order_fault, trainer
 from weightsync import WeightSync
 from weightsync.errors import ApplyFailed, UpdateFailed, VerdictNotOk, WeightSyncError
 from weightsync.protocol import EngineState
@@ -29,8 +29,7 @@ SAID = "a fault made for a test"
 def sync(fleet: Fleet, fault: Path, tensors: Any) -> Iterator[WeightSync]:
     """A trainer; both engines serve A when a test begins."""
     fault.unlink(missing_ok=True)
-    with fleet.client(bucket_bytes=60_000) as client:
-        client.sync_weights(tensors(KIND, 1))
+    with trainer(fleet, tensors(KIND, 1)) as client:
         yield client
         fault.unlink(missing_ok=True)
 

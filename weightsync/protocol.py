@@ -178,8 +178,9 @@ class UpdateRequest:
             raise ValueError(f"timeout_seconds {self.timeout_seconds}: want above 0, at most 86400")
         if self.transport not in ("gloo", "nccl"):
             raise ValueError(f"transport {self.transport!r}: want 'gloo' or 'nccl'")
-        if not isinstance(self.allow_nonfinite, bool):
-            raise ValueError(f"allow_nonfinite {self.allow_nonfinite!r}: want true or false")
+        for key in ("allow_nonfinite", "rewind"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key} {getattr(self, key)!r}: want true or false")
 
 
 @dataclass(frozen=True)

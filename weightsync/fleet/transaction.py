@@ -49,6 +49,7 @@ class Transaction:
         self.phase, self.wrote = Phase.PAUSE, False
         self.seconds: dict[str, float] = {}
         self.checks: dict[str, int] = {}
+        self._ours: dict[str, int] = {}
         self._began = time.monotonic()
 
     async def pause(self) -> None:
@@ -76,7 +77,8 @@ class Transaction:
                 if not left or time.monotonic() - self._began > self._most:
                     raise
                 logger.warning("update %s is tried once more from the staged bytes: %s", self._update_id, exc)
-                self.checks["second_tries"] = self.checks.get("second_tries", 0) + 1
+                self._ours["second_tries"] = self._ours.get("second_tries", 0) + 1
+                self.checks |= self._ours
 
     async def roll_back(self) -> None:
         """Bring back the version before.
@@ -97,8 +99,7 @@ class Transaction:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
         # What is verified is the new version, and not yet the engine's: caches and the stamp come behind.
         self.wrote = any(report.wrote for report in reports) or phase == Phase.VERIFY
-        tries = {key: self.checks[key] for key in ("second_tries",) if key in self.checks}
-        self.checks = _sum(reports) | tries
+        self.checks = _sum(reports) | self._ours
         for report in reports:
             if report.error is not None:
                 raise WeightSyncError.from_dict(report.error)

@@ -32,11 +32,13 @@ import torch
 from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
 from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
+from weightsync.storage.owners import Walk
+from weightsync.storage.pins import places
 from weightsync.transport.communicator import Communicator
 from weightsync.worker import admission, guard, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
-from weightsync.worker.stored import Stored, checkpoint_tensors
+from weightsync.worker.stored import Stored, checkpoint_tensors, registered
 from weightsync.worker.streaming import Streamed
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class Applier:
                 hint="Serve a model without them",
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
-        self._seal = loading.registered(model)
+        self._seal = places(Walk(registered(model)))
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
         graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
@@ -73,9 +75,9 @@ class Applier:
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
-        folder = Path(str(vllm_config.model_config.model))
+        self._folder = Path(str(vllm_config.model_config.model))
         twin, self._fresh = vllm_compat.draw(vllm_config)
-        self._base = loadmap.record(twin, loadmap.checkpoint_specs(folder))
+        self._base = loadmap.record(twin, loadmap.checkpoint_specs(self._folder))
         self._frozen = admission.Frozen(vllm_compat.told(vllm_config).get("frozen", ()), self._base)
         if missing := vllm_compat.missing_layers(model, self._base.filled()):
             raise UnsupportedEngine(
@@ -110,8 +112,7 @@ class Applier:
             verify_stored: find out which parameters hold the checkpoint's bytes, to compare them after updates.
         """
         if verify_stored and self._stored is None:
-            folder = Path(str(self.vllm_config.model_config.model))
-            self._stored = Stored(self.model, self._base, checkpoint_tensors(folder))
+            self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
         sealed = self._guard.sealed
         counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
         return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={**counts, **sealed.counts, **self._lazies.counts})
@@ -126,8 +127,7 @@ class Applier:
         if current is not None and current.order.request.update_id == order.request.update_id:
             return self.report()
         if current is not None:
-            # One update at a time is the controller's business; one that it no longer speaks of went with an earlier
-            # controller, and its staging would stand in the way of this one's.
+            # What no controller speaks of any more went with an earlier one; its staging would stand in the way.
             if self._state != "verified":
                 self.abort(current.order.request.update_id)
             elif self._counts != current.order.request.update_id:
@@ -360,7 +360,7 @@ class Applier:
     def _prove(self) -> VerdictNotOk | None:
         """What stands against the update as it is now; None when it holds."""
         waiting = vllm_compat.reload_waiting(self.model)
-        now = loading.registered(self.model)
+        now = places(Walk(registered(self.model)))
         changed = sorted(path for path in self._seal.keys() | now.keys() if self._seal.get(path) != now.get(path))
         verdict = self._guard.verify(self._repaired)
         self._count({"addresses": len(self._seal), **verdict.counts})

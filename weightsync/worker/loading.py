@@ -16,9 +16,6 @@ from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.staging import Staged
 from weightsync.worker.streaming import Streamed
 
-#: Address, shape, stride and dtype of a registered tensor.
-Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
 
 def load(model: torch.nn.Module, vllm_config: Any, fresh: Any, incoming: Staged | Streamed, counts: dict[str, int]) -> None:
     """Write an update into live storage. The engine must be paused.
@@ -105,9 +102,3 @@ def _loaded_directly(load_map: LoadMap, layer: str) -> bool:
     """Whether all that the map sends to this layer goes to tensors which vLLM writes in place, uncounted."""
     paths = [path for path in load_map.filled() if path.rpartition(".")[0] == layer]
     return all(path.rpartition(".")[2] in vllm_compat.WRITTEN_IN_PLACE for path in paths)
-
-
-def registered(model: torch.nn.Module) -> dict[str, Place]:
-    """Where every registered parameter and buffer lies, and how."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {path: (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype) for path, t in tensors}

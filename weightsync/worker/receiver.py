@@ -1,4 +1,4 @@
-"""The thread that receives one update into staging while the engine serves.
+"""The thread that receives one update, into staging while the engine serves.
 
 Bytes land in memory beside the live weights (see `staging`), in the layout of the
 bucket plan's stream, so every tensor is whole and in place when its last bucket is in;

@@ -123,10 +123,8 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
     """
     on_device = _on_device(plan.stream_bytes, stage, device)
     bucket = min(plan.bucket_bytes, plan.stream_bytes)
-    if landing.type == "cuda" and not on_device and bucket > (free := free_bytes(landing)):
-        raise MemoryRefused(
-            f"a bucket takes {bucket} bytes of the device's memory and {free} are free", hint="Send smaller buckets (bucket_bytes)"
-        )
+    if landing.type == "cuda" and not on_device:
+        require_room(bucket, landing, "a bucket takes", "Send smaller buckets (bucket_bytes)")
     where = device if on_device else torch.device("cpu")
     require_room(plan.stream_bytes, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
     return torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)

@@ -36,7 +36,7 @@ class Stored:
 
     def __init__(self, model: torch.nn.Module, load_map: LoadMap, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._model = model
-        live = _registered(model)
+        live = registered(model)
         kept: set[str] = set()
         changed: set[str] = set()
         for name, tensor in checkpoint:
@@ -58,7 +58,7 @@ class Stored:
             What stands against the update, and counts: tensors whose every write was compared (`stored`), and
             those of which some or none was (`stored_unchecked`).
         """
-        live = _registered(self._model)
+        live = registered(self._model)
         wrong: list[str] = []
         whole = partly = 0
         for name, tensor in sent:
@@ -89,7 +89,8 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of a model, under each of its paths."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 

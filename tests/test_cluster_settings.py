@@ -1,0 +1,30 @@
+"""Which settings a fleet that is adopted must have been started with.
+
+Not covered: adopting a running fleet (`test_lifecycle.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightsync import config
+from weightsync.fleet import cluster, engine_actor
+
+OTHERS: dict[str, Any] = {"sync.caches": "retain", "sync.stage": "host", "sync.rollback": "host", "sync.verify_stored": True}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_what_engines_were_started_with_can_not_be_another_when_a_fleet_is_adopted(key: str, tmp_path: Path) -> None:
+    """An adopted fleet went on without what its new `serve` had asked for, and nobody was told."""
+    (tmp_path / "config.json").write_text("{}")
+    usual, other = (config.load({"engine.model": str(tmp_path), **more}) for more in ({}, {key: OTHERS[key]}))
+    assert cluster._fixed(usual)["sync"] != cluster._fixed(other)["sync"]
+
+
+def test_no_setting_that_an_engine_reads_is_forgotten() -> None:
+    read = set(re.findall(r"_settings\.sync\.(\w+)", Path(engine_actor.__file__).read_text()))
+    assert read - set(cluster._FIXED["sync"]) == {"apply_timeout_seconds"}
