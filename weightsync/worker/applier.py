@@ -21,7 +21,6 @@ Not covered: cached values that can't be taken back (`unrefreshable`, logged at 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,7 @@ from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.storage.owners import Walk
 from weightsync.storage.pins import places
-from weightsync.transport.communicator import Communicator
-from weightsync.worker import admission, guard, loading, loadmap, vllm_compat
+from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
 from weightsync.worker.stored import Stored, checkpoint_tensors, registered
@@ -91,9 +89,8 @@ class Applier:
         self._retained: Staged | None = None  # the update that was committed last, where it is kept
         self._back: Staged | None = None  # the same, while it is brought back
         self._counts = ""  # the update that the engine has said counts
-        self._lock = threading.Lock()  # who holds the communicator: RPCs and the receiving thread
         self._receiver: Receiver | None = None
-        self._communicator: Communicator | None = None
+        self._joining = joining.Joining(device, rank)
         self._state = "none"
         self._error: WeightSyncError | None = None
         self._wrote = self._recaptured = self._released = False
@@ -144,47 +141,12 @@ class Applier:
                 names=list(self._heads),
             )
         dtypes = self._map.loaded_as()
-        self._receiver = Receiver(order, self.rank, self.device, self._landing(order), lambda: self._connect(order), dtypes)
+        connect, landing = self._joining.begin(order), joining.landing(order, self.device)
+        self._receiver = Receiver(order, self.rank, self.device, landing, connect, dtypes)
         self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
-
-    def _landing(self, order: BeginOrder) -> torch.device:
-        """Where buckets arrive: a trainer with CPU tensors reaches an engine on any device over gloo."""
-        return self.device if order.request.transport == "nccl" else torch.device("cpu")
-
-    def _connect(self, order: BeginOrder) -> Communicator:
-        """The communicator of this generation; kept between updates. Runs in the receiving thread."""
-        self._require_current(order)
-        held = self._communicator
-        if held is not None and held.open and held.info == order.communicator:
-            return held
-        if held is not None:
-            held.close()
-        made = Communicator(
-            order.communicator,
-            order.rank_offset + self.rank,
-            self._landing(order),
-            connect_seconds=order.connect_seconds,
-            operation_seconds=order.request.timeout_seconds,
-            interface=order.interface,
-        )
-        with self._lock:
-            current = self._is_current(order)
-            if current:
-                self._communicator = made
-        if not current:  # this took so long that a later update may have its own by now
-            made.close()
-        self._require_current(order)
-        return made
-
-    def _is_current(self, order: BeginOrder) -> bool:
-        return self._receiver is not None and self._receiver.order is order
-
-    def _require_current(self, order: BeginOrder) -> None:
-        if not self._is_current(order):
-            raise Aborted("the update was aborted before its trainer and workers had met", update_id=order.request.update_id)
 
     def report(self) -> WorkerReport:
         """Where the update stands; answers at once."""
@@ -381,14 +343,12 @@ class Applier:
         receiver = self._receiver
         if receiver is not None and receiver.order.request.update_id == update_id:
             if self._state in ("receiving", "staged"):
-                with self._lock:
-                    self._state, self._receiver = "none", None
+                self._state, self._receiver = "none", None
+                self._joining.end(receiver.order)
             if not receiver.draining:
                 receiver.discard()
             if not receiver.draining and self._state != "verified":  # the stream may stand in the middle of an update: meet anew
-                held, self._communicator = self._communicator, None
-                if held is not None:
-                    held.close()
+                self._joining.leave()
         return self.report()
 
     def _expect(self, update_id: str, *states: str) -> Receiver:
