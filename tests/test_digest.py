@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from weightsync.protocol import DTYPE_BYTES
 from weightsync.transport import digest
 from weightsync.transport.digest import BLOCK, digest_bytes, digest_tensor
+from weightsync.transport.finite import Peak
 
 U64 = st.integers(0, 2**64 - 1)
 
@@ -196,11 +198,20 @@ def test_the_coefficients_are_those_of_protocol_version_1() -> None:
 # --- who watches, and where it is summed --------------------------------------------------------
 
 
+class ProductsOnCpu(digest._Products):
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(2, dtype=torch.int64))
+
+    @property
+    def total(self) -> digest.Digest:
+        return digest.unpack(self._sums[None])[0]
+
+
 @pytest.fixture(params=["a CPU's way", "a GPU's way"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to sum, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
     if request.param == "a GPU's way":
-        monkeypatch.setattr(digest, "_Dots", lambda: digest._Products(torch.device("cpu")))
+        monkeypatch.setattr(digest, "_Dots", ProductsOnCpu)
         monkeypatch.setattr(digest._Products, "blocks", 2)
 
 
@@ -221,21 +232,76 @@ def test_both_ways_to_sum_give_the_digest_of_the_definition(offset: int, length:
     assert digest_bytes(data, offset) == tuple(want)
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_watcher_sees_every_word_once_and_may_write_into_the_scratch(shift: int) -> None:
-    data = random_bytes(8 * (5 * BLOCK + 9) + 3 + shift, seed=8)[shift:]
-    seen = []
+class Watch(Peak):
+    """Keeps the words that it is shown and spoils the scratch."""
 
-    def watch(words: torch.Tensor, scratch: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        super().__init__("float64")
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, words: torch.Tensor, scratch: torch.Tensor) -> None:
         assert scratch.shape == words.shape
-        seen.append(words.clone())
+        self.seen.append(words.clone())
         scratch.fill_(-1)
 
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_peak_sees_every_word_once_and_may_write_into_the_scratch(shift: int) -> None:
+    data = random_bytes(8 * (5 * BLOCK + 9) + 3 + shift, seed=8)[shift:]
+    watch = Watch()
     assert digest_bytes(data, 8 * 77, watch) == digest_bytes(data, 8 * 77)
-    got = torch.cat(seen).view(torch.uint8)
+    got = torch.cat(watch.seen).view(torch.uint8)
     assert torch.equal(got[: len(data)], data)
     assert not got[len(data) :].any() and len(got) - len(data) < 8
+
+
+def test_a_batch_has_the_digests_and_peaks_of_its_runs_in_their_order() -> None:
+    good, bad = torch.ones(3000), torch.tensor([1.0, float("inf")])
+    peaks = [Peak("float32"), None, Peak("float32"), Peak("float32")]
+    runs = [(good, 0), (bad, 8), (bad, 16), (torch.empty(0), 0)]
+    batch = digest.Batch(4, torch.device("cpu"))
+    for (tensor, offset), peak in zip(runs, peaks, strict=True):
+        batch.add(digest.as_bytes(tensor), offset, peak)
+    assert batch.results() == [digest_bytes(digest.as_bytes(tensor), offset) for tensor, offset in runs]
+    assert [peak and peak.refused for peak in peaks] == [False, None, True, False]
+    assert digest.Batch(2, torch.device("cpu")).results() == []
+
+
+def test_bytes_on_another_device_than_the_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch is on cpu, the bytes are on meta"):
+        digest.Batch(1, torch.device("cpu")).add(torch.empty(8, dtype=torch.uint8, device="meta"))
+
+
+class Kernel:
+    """Stands in for the module with the fused kernel, on a CPU; `wrong` makes its sums so."""
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+
+    def add(self, data: torch.Tensor, first: int, block: int, out: torch.Tensor, bits: int, sign: int) -> None:
+        assert block == BLOCK
+        out[:2] += digest.pack([digest_bytes(data, 8 * first)])[0] + self.wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (None, "ModuleNotFoundError"),
+        (Kernel(1), "ArithmeticError: its sums are not those of a CPU"),
+        (object(), "AttributeError"),
+        (Kernel(0), ""),
+    ],
+    ids=["is missing", "counts wrong", "fails", "works"],
+)
+def test_a_kernel_is_taken_where_it_runs_and_agrees_and_else_one_line_says_why_not(
+    module: object, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "weightsync.transport.fused", module)
+    monkeypatch.delattr("weightsync.transport.fused", raising=False)
+    kernel = digest._kernel.__wrapped__(torch.device("cpu"))
+    assert (kernel is None) == bool(said)
+    assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
 
 
 # --- bad input, and the forms it travels in ----------------------------------------------------
