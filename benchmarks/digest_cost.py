@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -44,7 +45,8 @@ _RESULTS = Path(__file__).parent / "results"
 @contextlib.contextmanager
 def operations() -> Iterator[None]:
     """The kernel out of the way, as where it can't run."""
-    with mock.patch.object(digest, "_kernel", lambda device: None):
+    stand_in = functools.partial(digest._by_operations, digest._products, digest._CUDA_BLOCKS)
+    with mock.patch.object(digest, "_adder", lambda device: stand_in):
         yield
 
 
@@ -133,7 +135,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name() if given.device == "cuda" else platform.processor() or platform.machine(),
         "mib": mib, "repeats": REPEATS, "cores": os.cpu_count(), "load": [round(before, 1), round(os.getloadavg()[0], 1)],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "fused": given.device == "cuda" and digest._kernel(device) is not None,
+        "fused": given.device == "cuda" and digest._adder(device) is digest._by_kernel,
         "gigabytes_per_second": speeds,
         "small_tensors": {"count": SMALL[0], "bytes": SMALL[1], "microseconds_each": small},
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -198,21 +199,12 @@ def test_the_coefficients_are_those_of_protocol_version_1() -> None:
 # --- who watches, and where it is summed --------------------------------------------------------
 
 
-class ProductsOnCpu(digest._Products):
-    def __init__(self) -> None:
-        super().__init__(torch.zeros(2, dtype=torch.int64))
-
-    @property
-    def total(self) -> digest.Digest:
-        return digest.unpack(self._sums[None])[0]
-
-
-@pytest.fixture(params=["a CPU's way", "a GPU's way"])
+@pytest.fixture(params=["a CPU's way", "a GPU's operations"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to sum, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
-    if request.param == "a GPU's way":
-        monkeypatch.setattr(digest, "_Dots", ProductsOnCpu)
-        monkeypatch.setattr(digest._Products, "blocks", 2)
+    """Both ways to sum by operations, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
+    if request.param == "a GPU's operations":
+        products = functools.partial(digest._by_operations, digest._products, 2)
+        monkeypatch.setattr(digest, "_adder", lambda device: products)
 
 
 @pytest.mark.usefixtures("way")
@@ -274,34 +266,54 @@ def test_bytes_on_another_device_than_the_batch_are_refused() -> None:
 
 
 class Kernel:
-    """Stands in for the module with the fused kernel, on a CPU; `wrong` makes its sums so."""
+    """Stands in for the module with the fused kernel; `wrong` makes its sums so."""
 
-    def __init__(self, wrong: int) -> None:
+    def __init__(self, wrong: int = 0) -> None:
         self.wrong = wrong
+        self.formats: list[tuple[int, int]] = []
 
     def add(self, data: torch.Tensor, first: int, block: int, out: torch.Tensor, bits: int, sign: int) -> None:
         assert block == BLOCK
-        out[:2] += digest.pack([digest_bytes(data, 8 * first)])[0] + self.wrong
+        self.formats.append((bits, sign))
+        digest._by_operations(digest._dots, 1, data.cpu(), first, out, None)
+        out[0] += self.wrong
+        out[2] = 0x7F80
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (None, "ModuleNotFoundError"),
-        (Kernel(1), "ArithmeticError: its sums are not those of a CPU"),
-        (object(), "AttributeError"),
-        (Kernel(0), ""),
-    ],
-    ids=["is missing", "counts wrong", "fails", "works"],
-)
-def test_a_kernel_is_taken_where_it_runs_and_agrees_and_else_one_line_says_why_not(
-    module: object, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "weightsync.transport.fused", module)
+def provide(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "weightsync.transport.fused", kernel)
     monkeypatch.delattr("weightsync.transport.fused", raising=False)
-    kernel = digest._kernel.__wrapped__(torch.device("cpu"))
-    assert (kernel is None) == bool(said)
-    assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(("kernel", "said"), [(None, "ModuleNotFoundError"), (Kernel(), "meta")], ids=["is missing", "fails"])
+def test_where_the_kernel_does_not_run_one_line_says_why_and_operations_do_it(
+    kernel: object, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    provide(kernel, monkeypatch)
+    adder = digest._adder.__wrapped__(torch.device("meta"))
+    assert adder.args[0] is digest._products
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_kernel_whose_sums_are_not_a_cpus_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(Kernel(), monkeypatch)
+    digest._prove_kernel(torch.device("cpu"))
+    provide(Kernel(wrong=1), monkeypatch)
+    with pytest.raises(ArithmeticError, match="not those of a CPU"):
+        digest._prove_kernel(torch.device("cpu"))
+
+
+def test_a_kernel_gets_what_each_peak_looks_for_and_tells_it_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, want = Kernel(), digest_bytes(LONG[:24])
+    provide(kernel, monkeypatch)
+    monkeypatch.setattr(digest, "_adder", lambda device: digest._by_kernel)
+    peaks = [Peak("bfloat16"), None, Peak("float32"), Peak("float8_e8m0fnu"), Peak("bfloat16")]
+    batch = digest.Batch(5, torch.device("cpu"))
+    for peak, count in zip(peaks, (24, 24, 24, 24, 0), strict=True):
+        batch.add(LONG[:count], 0, peak)
+    assert batch.results() == [want] * 4 + [digest.ZERO]
+    assert kernel.formats == [(16, 1), (0, 0), (32, 1), (8, 0)]
+    assert [peak and peak.refused for peak in peaks] == [True, None, False, True, False]
 
 
 # --- bad input, and the forms it travels in ----------------------------------------------------

@@ -52,8 +52,7 @@ class Batch:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._done: list[Digest] = []  # a CPU's
-        self._sums = torch.zeros((0 if device.type == "cpu" else count, 3), dtype=torch.int64, device=device)
+        self._sums = torch.zeros((count, 3), dtype=torch.int64, device=device)  # two, and the largest magnitude's bits
         self._peaks: list[Peak | None] = []
 
     def add(self, data: torch.Tensor, offset: int = 0, peak: Peak | None = None) -> None:
@@ -73,25 +72,12 @@ class Batch:
             raise ValueError(f"this batch is on {self._sums.device}, the bytes are on {data.device}")
         if offset % 8:
             raise ValueError(f"offset {offset} splits an 8-byte word")
+        if data.numel():
+            _adder(data.device)(data, offset // 8, self._sums[len(self._peaks)], peak)
         self._peaks.append(peak)
-        if data.device.type == "cpu":
-            dots = _Dots()
-            _by_operations(data, offset // 8, peak, dots)
-            self._done.append(dots.total)
-            return
-        sums = self._sums[len(self._peaks) - 1]
-        if not data.numel():
-            return
-        kernel = _kernel(data.device)
-        if kernel is None:
-            _by_operations(data, offset // 8, peak, _Products(sums))
-        else:
-            kernel(data, offset // 8, BLOCK, sums, *((peak.bits, peak.sign_bits) if peak else (0, 0)))
 
     def results(self) -> list[Digest]:
         """The digests in the order of `add`; every peak knows its answer then. Waits for the device, once."""
-        if self._done:
-            return self._done
         rows = self._sums[: len(self._peaks)].tolist()
         for (_, _, top), peak in zip(rows, self._peaks, strict=True):
             if peak is not None:
@@ -141,29 +127,62 @@ def to_hex(digest: Digest) -> str:
     return f"{digest[0]:016x}{digest[1]:016x}"
 
 
-def _by_operations(data: torch.Tensor, first: int, peak: Peak | None, sums: _Dots | _Products) -> None:
-    """Sum a run of bytes, whose first word is number `first`, with torch's operations."""
+#: Adds a run of bytes, whose first word has this number, to `sums`, shape [3].
+_Adder = Callable[[torch.Tensor, int, torch.Tensor, Peak | None], None]
+#: Adds mixed words, shape [blocks, n], to `sums`; `table` has their coefficients, shape [2, n], and `block` is the first one's number.
+_Terms = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+
+
+@functools.cache
+def _adder(device: torch.device) -> _Adder:
+    """How runs are added up on a device."""
+    if device.type == "cpu":
+        return functools.partial(_by_operations, _dots, 1)
+    try:
+        _prove_kernel(device)
+    except Exception as exc:  # no Triton, none for this device, no C compiler for it: whatever it is, there is another way
+        logger.warning(
+            "digests on %s run as torch operations, several times slower than one kernel: %s: %s", device, type(exc).__name__, exc
+        )
+        return functools.partial(_by_operations, _products, _CUDA_BLOCKS)
+    return _by_kernel
+
+
+def _prove_kernel(device: torch.device) -> None:
+    sample, sums = torch.arange(77, dtype=torch.uint8, device="cpu"), torch.zeros(3, dtype=torch.int64, device=device)
+    _by_kernel(sample.to(device), 5, sums, Peak("bfloat16"))
+    if unpack(sums[None, :2]) != [digest_bytes(sample, 40)]:
+        raise ArithmeticError("its sums are not those of a CPU")
+
+
+def _by_kernel(data: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
+    from weightsync.transport import fused  # needs Triton
+
+    fused.add(data, first, BLOCK, sums, *((0, 0) if peak is None else (peak.bits, peak.sign_bits)))
+
+
+def _by_operations(terms: _Terms, most: int, data: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
     whole = data.numel() // 8 * 8
     if whole:
         body = data[:whole]
         # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
         words = body.view(torch.int64) if body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0 else body.clone().view(torch.int64)
-        _add_words(words, first, peak, sums)
+        _add_words(terms, most, words, first, sums, peak)
     if whole < data.numel():
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
         tail[: data.numel() - whole] = data[whole:]
-        _add_words(tail.view(torch.int64), first + whole // 8, peak, sums)
+        _add_words(terms, most, tail.view(torch.int64), first + whole // 8, sums, peak)
 
 
-def _add_words(words: torch.Tensor, first: int, peak: Peak | None, sums: _Dots | _Products) -> None:
+def _add_words(terms: _Terms, most: int, words: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
     table = _table(str(words.device))
     at = 0
-    scratch = torch.empty(min(BLOCK * sums.blocks, words.numel()), dtype=torch.int64, device=words.device)
+    scratch = torch.empty(min(BLOCK * most, words.numel()), dtype=torch.int64, device=words.device)
     while at < words.numel():
         block, column = divmod(first + at, BLOCK)
         left = words.numel() - at
         width = min(BLOCK - column, left)  # of one block; a whole one may be the first of several
-        blocks = min(sums.blocks, left // BLOCK) if width == BLOCK else 1
+        blocks = min(most, left // BLOCK) if width == BLOCK else 1
         run = words[at : at + blocks * width]
         mixed = scratch[: run.numel()]
         if peak is not None:
@@ -172,57 +191,21 @@ def _add_words(words: torch.Tensor, first: int, peak: Peak | None, sums: _Dots |
         # meets an even difference of coefficients and can vanish modulo 2**64.
         torch.bitwise_right_shift(run, 32, out=mixed)
         mixed.bitwise_and_(0xFFFFFFFF).bitwise_xor_(run)
-        sums.add(mixed.view(blocks, width), table[:, column : column + width], block)
+        terms(mixed.view(blocks, width), table[:, column : column + width], block, sums)
         at += run.numel()
 
 
-class _Dots:
-    """The sums on a CPU, block by block."""
-
-    blocks = 1
-
-    def __init__(self) -> None:
-        self.total = ZERO
-
-    def add(self, mixed: torch.Tensor, table: torch.Tensor, block: int) -> None:
-        """Add `mixed`, shape [1, n], words of this block; `table` has their coefficients, shape [2, n]."""
-        # `dot` is one pass, and wraps modulo 2**64.
-        low, high = (int(torch.dot(mixed[0], row)) * _block_factor(block, half) for half, row in enumerate(table))
-        self.total = add(self.total, (low & _MASK64, high & _MASK64))
+def _dots(mixed: torch.Tensor, table: torch.Tensor, block: int, sums: torch.Tensor) -> None:
+    """A block at once: `dot` is one pass, and wraps modulo 2**64."""
+    for half, row in enumerate(table):
+        sums[half] += torch.dot(mixed[0], row) * _signed(_block_factor(block, half))
 
 
-class _Products:
-    """The same sums on a device that has no integer `dot`: many blocks at once, added to `sums`, and nothing waits."""
-
-    blocks = _CUDA_BLOCKS
-
-    def __init__(self, sums: torch.Tensor) -> None:
-        self._sums = sums
-
-    def add(self, mixed: torch.Tensor, table: torch.Tensor, block: int) -> None:
-        """Add `mixed`, shape [blocks, n], words of this block and those behind it."""
-        factors = _block_factors(block, len(mixed), str(mixed.device))
-        for half, row in enumerate(table):
-            self._sums[half] += ((mixed * row).sum(1) * factors[half]).sum()
-
-
-@functools.cache
-def _kernel(device: torch.device) -> Callable[[torch.Tensor, int, int, torch.Tensor, int, int], None] | None:
-    """`fused.add` where it runs and agrees with a CPU; None, and a line in the log, where torch operations have to do."""
-    sample = torch.arange(77, dtype=torch.uint8, device="cpu")
-    try:
-        from weightsync.transport import fused
-
-        sums = torch.zeros(3, dtype=torch.int64, device=device)
-        fused.add(sample.to(device), 5, BLOCK, sums, 16, 1)
-        if unpack(sums[None, :2]) != [digest_bytes(sample, 40)]:
-            raise ArithmeticError("its sums are not those of a CPU")
-    except Exception as exc:  # no Triton, none for this device, no C compiler for it: whatever it is, there is another way
-        logger.warning(
-            "digests on %s run as torch operations, several times slower than one kernel: %s: %s", device, type(exc).__name__, exc
-        )
-        return None
-    return fused.add
+def _products(mixed: torch.Tensor, table: torch.Tensor, block: int, sums: torch.Tensor) -> None:
+    """Many blocks at once, where integers have no `dot`; nothing waits for the device."""
+    factors = _block_factors(block, len(mixed), str(mixed.device))
+    for half, row in enumerate(table):
+        sums[half] += ((mixed * row).sum(1) * factors[half]).sum()
 
 
 @functools.cache
