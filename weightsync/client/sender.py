@@ -124,14 +124,18 @@ class Sender:
     def _read_up_to(self, count: int) -> None:
         """Read so many tensors in all: each is asked for, also where it has no elements, since other ranks may have a part in it."""
         while self._read < count:
-            began, spec = time.monotonic(), self._offer.manifest.tensors[self._read]
-            tensor = self._offer.read(self._read)
-            if str(tensor.dtype) != f"torch.{spec.dtype}" or tuple(tensor.shape) != spec.shape:
-                raise ManifestRefused(
-                    f"{spec.name!r} was offered as {spec.dtype} {spec.shape} and is {tensor.dtype} {tuple(tensor.shape)} now",
-                    hint="Change the model's tensors between updates only",
-                    names=[spec.name],
-                )
-            self._current = digest.as_bytes(tensor)
-            self._read += 1
+            self._current = None
+            began = time.monotonic()
+            self._current = self._read_next()
             self.seconds["export"] += time.monotonic() - began
+
+    def _read_next(self) -> torch.Tensor:
+        spec, tensor = self._offer.manifest.tensors[self._read], self._offer.read(self._read)
+        if str(tensor.dtype) != f"torch.{spec.dtype}" or tuple(tensor.shape) != spec.shape:
+            raise ManifestRefused(
+                f"{spec.name!r} was offered as {spec.dtype} {spec.shape} and is {tensor.dtype} {tuple(tensor.shape)} now",
+                hint="Change the model's tensors between updates only",
+                names=[spec.name],
+            )
+        self._read += 1
+        return digest.as_bytes(tensor)

@@ -1,8 +1,8 @@
 """A thread beside the one that broadcasts: a trainer packs the next bucket in it, a worker checks the last.
 
-Its jobs run one behind the other. What ends one of the two threads ends the other: an
-error of a job is raised where its result, or the next broadcast, is waited for; when the
-broadcasting thread leaves, no further job begins, and it waits for the one that runs.
+What ends one of the two threads ends the other: an error of a job is raised where its
+result is waited for and calls off the broadcast that is under way; a broadcasting thread
+that leaves waits for the job that runs. Of two errors the first is raised.
 
 On CUDA each of the two has a stream of its own, which begins behind what the thread that
 owns the tensors had asked for. A job is done when its stream has done it, so whoever is
@@ -60,7 +60,6 @@ class Beside:
         self._device, self._behind, self._deadline, self._cancelled = device, behind, deadline, cancelled
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._over = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Beside:
@@ -68,7 +67,7 @@ class Beside:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        first, self._over = self._error, True  # the broadcast that was under way when a job failed has only been called off
+        first = self._error  # the broadcast that was under way when a job failed has only been called off
         self._jobs.put(None)
         self._thread.join(_LEAVE_SECONDS)
         self._error = None
@@ -79,7 +78,7 @@ class Beside:
                 del first  # an error must not hold the frame that holds it
 
     def submit(self, work: Callable[[], Made]) -> Job[Made]:
-        """Have this done behind what was asked for before."""
+        """Have this done, when `result` has had the one before."""
         job = Job(work)
         self._jobs.put(job)
         return job
@@ -107,12 +106,11 @@ class Beside:
     def _run(self) -> None:
         with on_stream(self._device, self._behind):
             while (job := self._jobs.get()) is not None:
-                if not self._over and self._error is None:
-                    try:
-                        job.made = job.work()
-                        settle(self._device)
-                    except BaseException as exc:  # whatever it is, somebody waits
-                        self._error = exc
+                try:
+                    job.made = job.work()
+                    settle(self._device)
+                except BaseException as exc:  # whatever it is, somebody waits
+                    self._error = exc
                 job.done.set()
             with contextlib.suppress(RuntimeError):
                 settle(self._device)  # what a job that failed had begun still uses memory that is let go of now
