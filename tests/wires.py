@@ -102,7 +102,7 @@ class Ends:
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
-    flat = want.contiguous().reshape(-1)
+    flat = want.clone(memory_format=torch.contiguous_format).reshape(-1)
     if got.dtype != want.dtype or got.shape != want.shape:
         return False
     return not flat.numel() or torch.equal(got.reshape(-1).view(torch.uint8).cpu(), flat.view(torch.uint8).cpu())
