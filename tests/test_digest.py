@@ -327,6 +327,12 @@ def test_anything_but_a_run_of_bytes_is_refused(data: torch.Tensor) -> None:
         digest_bytes(data)
 
 
+def test_a_single_element_with_any_stride_has_its_bytes() -> None:
+    column = torch.arange(2).reshape(1, 2)[:, 1]
+    assert column.is_contiguous() and column.stride() == (2,)
+    assert digest.as_bytes(column).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("offset", [1, 4, 7, 12])
 def test_an_offset_that_splits_a_word_is_refused(offset: int) -> None:
     with pytest.raises(ValueError, match=f"offset {offset}"):

@@ -109,6 +109,7 @@ def add(left: Digest, right: Digest) -> Digest:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as bytes, shape [nbytes]; a view when the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element counts as contiguous with any stride
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
 
 
