@@ -199,14 +199,17 @@ class Receiver:
             window.copy_(arrived)
         into.landed(bucket)
         specs = self.order.request.manifest.tensors
-        wrong = []
-        for index, sent in zip(bucket.complete, digest.unpack(digests.cpu()), strict=True):
-            name, tensor = specs[index].name, into.tensor(index)
-            peak = self._peak(index)
-            if digest.digest_tensor(tensor, peak) != sent:
+        wrong, peaks = [], [self._peak(index) for index in bucket.complete]
+        batch = digest.Batch(len(peaks), into.device)
+        for index, peak in zip(bucket.complete, peaks, strict=True):
+            batch.add(digest.as_bytes(into.tensor(index)), 0, peak)
+        sent_ones = digest.unpack(digests.cpu())
+        for index, peak, made, sent in zip(bucket.complete, peaks, batch.results(), sent_ones, strict=True):
+            name = specs[index].name
+            if made != sent:
                 wrong.append(name)
             elif peak is not None and peak.refused:
-                self._bad[name] = peak.describe(tensor) if len(self._bad) < _SHOWN else ""
+                self._bad[name] = peak.describe(into.tensor(index)) if len(self._bad) < _SHOWN else ""
             self.digests[index] = sent
         if wrong:
             raise DigestMismatch(
