@@ -6,7 +6,7 @@ Not covered: engines that die, and what engines do (`test_faults.py`, `test_engi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from weightsync import config
 from weightsync.codec import encode
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import BeginOrder, EngineVerdict
+from weightsync.protocol import BeginOrder, EngineVerdict, Place
 
 
 class Roster:
@@ -29,8 +29,8 @@ class Roster:
         for ordinal in range(2):
             self._ledger.see(engine(ordinal))
 
-    def incarnation(self, ordinal: int) -> str:
-        return f"{ordinal}-first"
+    def members(self, ordinals: Iterable[int]) -> tuple[dict[int, str], dict[int, tuple[Place | None, ...]]]:
+        return {ordinal: f"{ordinal}-first" for ordinal in ordinals}, {ordinal: (None,) for ordinal in ordinals}
 
     async def begin(self, order: BeginOrder) -> None:
         await self.gate.wait()

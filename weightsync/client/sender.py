@@ -16,7 +16,7 @@ import torch
 
 from weightsync.client.source import Offer
 from weightsync.transport import digest
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel
 from weightsync.transport.packing import Bucket, BucketPlan
 
 #: Called after each bucket with (bytes sent, bytes in all).
@@ -37,7 +37,7 @@ class Sender:
         self._partial: dict[int, digest.Digest] = {}
         self.seconds = {"pack": 0.0, "broadcast": 0.0}
 
-    def send(self, communicator: Communicator, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]) -> None:
+    def send(self, communicator: Channel, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]) -> None:
         """Send everything.
 
         Args:
@@ -49,7 +49,7 @@ class Sender:
             TransportFailed, Aborted: see `Communicator.broadcast`.
         """
         plan = self._plan
-        buffer = torch.zeros(min(plan.bucket_bytes, plan.stream_bytes), dtype=torch.uint8, device=self._offer.device)
+        (buffer,) = communicator.buffers(1, min(plan.bucket_bytes, plan.stream_bytes))
         total = self._offer.manifest.nbytes
         sent = 0
         for number, bucket in enumerate(plan.buckets):

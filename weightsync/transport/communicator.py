@@ -83,6 +83,10 @@ class Communicator:
         """Whether it can still broadcast."""
         return self._group is not None
 
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Memory to pack buckets into."""
+        return [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Send from rank 0 into everybody's `tensor`; returns when the bytes are there.
 

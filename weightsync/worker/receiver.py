@@ -23,7 +23,7 @@ import torch
 from weightsync.errors import BadValues, DigestMismatch, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, Phase
 from weightsync.transport import digest, finite
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 from weightsync.worker import staging, streaming
 
@@ -54,7 +54,7 @@ class Receiver:
         rank: int,
         device: torch.device,
         landing: torch.device,
-        connect: Callable[[], Communicator],
+        connect: Callable[[], Channel],
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
@@ -150,7 +150,7 @@ class Receiver:
         on = next((d for d in (self._landing, device) if d.type == "cuda"), None)
         return contextlib.nullcontext() if on is None else torch.cuda.stream(torch.cuda.Stream(on))
 
-    def _receive(self, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
+    def _receive(self, communicator: Channel, into: staging.Whole | streaming.Passing) -> None:
         most = min(self.plan.bucket_bytes, self.plan.stream_bytes)
         in_place = self._landing.type == into.device.type
         landing = None if in_place else torch.empty(most, dtype=torch.uint8, device=self._landing)
@@ -167,7 +167,7 @@ class Receiver:
                 self._check(bucket, communicator, into)
                 into.hand_over(bucket.complete)
 
-    def _check(self, bucket: Bucket, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
+    def _check(self, bucket: Bucket, communicator: Channel, into: staging.Whole | streaming.Passing) -> None:
         """Receive the digests behind a bucket and compare; refuse bad values, where bytes are staged behind the last one."""
         # Not zeros, which fresh memory holds and which are the digest of zeros: what was never delivered would be taken for proved.
         packed = torch.full((len(bucket.complete), 2), -1, dtype=torch.int64, device=communicator.device)
