@@ -121,8 +121,7 @@ def attach(descriptor: Descriptor, nbytes: int, device: torch.device) -> Segment
 
 def _on_host(nbytes: int) -> Segment:
     descriptor = Descriptor(os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    # Takes the pages now: without, a host that has none left would kill the process at its first write.
-    os.posix_fallocate(descriptor.number, 0, nbytes)
+    os.ftruncate(descriptor.number, nbytes)
     fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return Segment(_mapped(descriptor, nbytes), descriptor)
 
