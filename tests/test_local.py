@@ -297,6 +297,22 @@ def test_workers_learn_at_once_that_the_trainer_was_killed_and_take_the_next_one
     two.update(some(3))
 
 
+def test_workers_learn_at_once_that_the_trainer_left_though_a_child_of_it_holds_its_sockets(stage: Callable[..., Stage]) -> None:
+    two = stage(2)
+    two.update(some(2))
+    child = two.trainer.call(fork_a_child)
+    order = two.order(some(2), BUCKET)
+    for rank, worker in enumerate(two.workers):
+        worker.start(receive_timed, order, rank)
+    two.trainer.call(leave)
+    left = time.monotonic()
+    for worker in two.workers:
+        error, at = worker.result()
+        assert type(error) is TransportFailed and "the trainer is gone" in error.message
+        assert at - left < 3.0
+    os.kill(child, signal.SIGKILL)
+
+
 def test_a_trainer_that_hangs_costs_its_workers_no_more_than_the_deadline(stage: Callable[..., Stage]) -> None:
     two = stage(2)
     began = time.monotonic()

@@ -112,7 +112,7 @@ class Wire:
 
     def close(self) -> None:
         """Leave. Who waits in another thread is woken and told that the peer is gone."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closing alone tells the peer nothing while a forked child holds the socket
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._using:  # a number that a wait still uses must not become somebody else's
             self._socket.close()
