@@ -32,6 +32,7 @@ from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.salt import Salt
+from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
 
@@ -64,7 +65,8 @@ class EngineActor:
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
         self._url = ""
-        self._places: list[dict[str, Any] | None] = []
+        self._scratch: Scratch | None = None
+        self._places: list[dict[str, Any] | None] = []  # of its workers
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
@@ -79,10 +81,13 @@ class EngineActor:
         return self._describe()
 
     async def _start(self) -> None:
+        self._scratch = Scratch(ray.get_runtime_context().get_actor_id())
+        os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         reports = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
         self._places = [report["place"] for report in sorted(reports, key=lambda report: int(report["rank"]))]
+        await asyncio.to_thread(self._scratch.note)
         for report in reports:
             if report["error"]:
                 self._state, self._reason = EngineState.QUARANTINED, report["error"]["code"]
@@ -301,6 +306,8 @@ class EngineActor:
             await asyncio.wait([self._serving], timeout=3)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
