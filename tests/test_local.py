@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import local_link
 from tests.peers import Peer
 from weightsync.client.sender import Sender
 from weightsync.client.source import offer
@@ -47,11 +48,15 @@ def listen(state: dict[str, Any]) -> tuple[str, str]:
     return state["listener"].name, state["listener"].secret
 
 
-def request_of(tensors: Tensors, bucket: int, seconds: float, reach: tuple[str, str]) -> UpdateRequest:
+def device_of(info: CommunicatorInfo) -> torch.device:
+    return torch.device("cuda:0") if info.transport == "nccl" else CPU
+
+
+def request_of(tensors: Tensors, bucket: int, seconds: float, reach: tuple[str, str], transport: str) -> UpdateRequest:
     manifest = offer(tensors).manifest
     plan = plan_buckets(manifest, bucket)
     return UpdateRequest(
-        "u", "trainer", 1, manifest, bucket, plan.hash, seconds, "gloo", "2.13.0", allow_nonfinite=True, socket=reach[0], secret=reach[1]
+        "u", "trainer", 1, manifest, bucket, plan.hash, seconds, transport, "2.13.0", allow_nonfinite=True, socket=reach[0], secret=reach[1]
     )
 
 
@@ -61,22 +66,23 @@ def send(state: dict[str, Any], info: CommunicatorInfo, tensors: Tensors, bucket
     if channel is None or not channel.open or channel.info != info:
         if channel is not None:
             channel.close()
-        channel = state["channel"] = fanout.join(info, CPU, state["listener"], 10.0, 60.0)
+        channel = state["channel"] = fanout.join(info, device_of(info), state["listener"], 10.0, 60.0)
 
     def progress(sent: int, total: int) -> None:
         if hold:
             state["pipe"].send((False, "holds"))
             time.sleep(600)
 
-    offered = offer(tensors)
+    offered = offer({name: tensor.to(device_of(info)) for name, tensor in tensors.items()})
     sender = Sender(offered, plan_buckets(offered.manifest, bucket), progress)
     sender.send(channel, time.monotonic() + seconds, lambda: False, lambda: None)
 
 
 def receive(state: dict[str, Any], order: BeginOrder, rank: int) -> dict[str, bytes]:
     """One update, as a worker receives it; what arrived."""
-    joining = state.setdefault("joining", Joining(CPU, rank))
-    receiver = Receiver(order, rank, CPU, CPU, joining.begin(order))
+    device = device_of(order.communicator)
+    joining = state.setdefault("joining", Joining(device, rank))
+    receiver = Receiver(order, rank, device, device, joining.begin(order))
     receiver.start()
     while receiver._thread.is_alive():
         receiver._thread.join(0.01)
@@ -85,7 +91,7 @@ def receive(state: dict[str, Any], order: BeginOrder, rank: int) -> dict[str, by
         joining.leave()
         raise receiver.error
     names = [spec.name for spec in order.request.manifest.tensors]
-    return {name: receiver.held().tensor(index).reshape(-1).view(torch.uint8).numpy().tobytes() for index, name in enumerate(names)}
+    return {name: receiver.held().tensor(index).cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for index, name in enumerate(names)}
 
 
 def receive_timed(state: dict[str, Any], order: BeginOrder, rank: int) -> tuple[WeightSyncError, float]:
@@ -129,26 +135,29 @@ class Stage:
     _store = None
     _generations = itertools.count(1)
 
-    def __init__(self, local: int, remote: int = 0) -> None:
+    def __init__(self, local: int, remote: int = 0, transport: str = "gloo") -> None:
         if Stage._store is None:
             Stage._store = rendezvous.host_store("127.0.0.1", 20.0)
-        self.local, self.remote = local, remote
-        self.trainer, *self.workers = [Peer() for _ in range(1 + local + remote)]
+        self.local, self.remote, self.transport = local, remote, transport
+        self.trainer, *self.workers = [self._peer() for _ in range(1 + local + remote)]
         for peer in (self.trainer, *self.workers):
             peer.ready()
         self.renew()
+
+    def _peer(self) -> Peer:
+        return Peer(whole=self.transport == "nccl")  # CUDA takes no forked processes
 
     def renew(self) -> None:
         """Another generation, as the controller makes behind what failed."""
         assert Stage._store is not None
         locals_ = {"0": tuple(range(self.local))} if self.local else {}
         self.info = CommunicatorInfo(
-            "127.0.0.1", Stage._store.port, next(Stage._generations), 1 + self.remote, {"0": 1}, "gloo", local=locals_
+            "127.0.0.1", Stage._store.port, next(Stage._generations), 1 + self.remote, {"0": 1}, self.transport, local=locals_
         )
         self.reach = self.trainer.call(listen)
 
     def order(self, tensors: Tensors, bucket: int, seconds: float = 20.0) -> BeginOrder:
-        return BeginOrder(request_of(tensors, bucket, seconds, self.reach), self.info, 0, 1, 10.0)
+        return BeginOrder(request_of(tensors, bucket, seconds, self.reach, self.transport), self.info, 0, 1, 10.0)
 
     def begin(self, tensors: Tensors, bucket: int = BUCKET, hold: bool = False, seconds: float = 20.0, timed: bool = False) -> None:
         order = self.order(tensors, bucket, seconds)
@@ -171,7 +180,7 @@ class Stage:
 
     def replace_trainer(self) -> None:
         self.trainer.kill()
-        self.trainer = Peer().ready()
+        self.trainer = self._peer().ready()
         self.renew()
 
     def end(self) -> None:
@@ -478,6 +487,15 @@ def test_a_trainer_that_is_not_there_is_said_at_once_with_what_to_set() -> None:
     assert "sync.local" in caught.value.hint
 
 
+def test_a_trainer_that_leaves_before_it_lets_anybody_in_is_said_at_once() -> None:
+    listener = Listener()
+    raised, thread = ends(lambda: Link(CommunicatorInfo("h", 1, 7, 1, {}, "gloo"), (0, 0), listener.name, listener.secret, CPU, 20.0))
+    time.sleep(0.2)
+    listener.close()
+    thread.join(3)
+    assert [type(exc) for exc in raised] == [TransportFailed]
+
+
 def test_workers_that_do_not_come_are_named_at_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(TransportFailed, match=r"worker 0 of engine 1, worker 2 of engine 3 did not come .*generation 9"):
@@ -609,3 +627,8 @@ def test_a_worker_that_expects_something_else_tells_the_trainer_why() -> None:
 def test_a_trainer_without_a_socket_can_not_join_local_workers() -> None:
     with pytest.raises(TransportFailed, match="no local socket"):
         fanout.join(CommunicatorInfo("h", 1, 7, 1, {}, "gloo", {"0": (0,)}), CPU, None, 1.0, 1.0)
+
+
+def test_the_benchmark_measures_a_bucket_over_a_link_beside_a_copy() -> None:
+    found = local_link.measure("cpu", 1 << 20, 3)
+    assert set(found) == {"link", "copy"} and all(len(seconds) == 3 and min(seconds) > 0 for seconds in found.values())

@@ -308,6 +308,7 @@ def test_an_id_fits_a_path_and_a_log_line(key: str, value: str) -> None:
         ("transport", ["", "mpi", "NCCL"], ["gloo", "nccl"]),
         ("allow_nonfinite", [None, 0, 1, "true"], [False, True]),
         ("rewind", [None, 0, 1, "true"], [False, True]),
+        ("socket", ["../x", "a b", "\0", "s" * 65], ["", "weightsync-5e"]),
     ],
 )
 def test_a_requests_field_has_its_range(key: str, bad: list[Any], good: list[Any]) -> None:
