@@ -107,8 +107,9 @@ def test_a_bucket_takes_about_as_long_as_a_copy() -> None:
 
 
 def flags(*more: str) -> list[str]:
+    extra = json.dumps(EXTRA | {"gpu_memory_utilization": 0.4})
     return [
-        "--engine.device=cuda", f"--engine.extra={json.dumps(EXTRA | {'gpu_memory_utilization': 0.4})}", "--engine.kv_cache_memory_bytes=268435456",
+        "--engine.device=cuda", f"--engine.extra={extra}", "--engine.kv_cache_memory_bytes=268435456",
         "--engine.start_timeout_seconds=400", "--sync.verify_stored=true", *more,
     ]  # fmt: skip
 
