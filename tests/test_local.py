@@ -515,6 +515,18 @@ def test_joining_can_be_cancelled_on_both_sides() -> None:
     assert time.monotonic() - began < 0.6
 
 
+def test_a_worker_that_still_joins_leaves_when_its_update_has_ended() -> None:
+    listener = Listener()
+    info = CommunicatorInfo("h", 1, 7, 1, {"0": 1}, "gloo", {"0": (0,)})
+    order = BeginOrder(request_of(some(1), BUCKET, 20.0, (listener.name, listener.secret), "gloo"), info, 0, 1, 20.0)
+    joining = Joining(CPU, 0)
+    raised, thread = ends(joining.begin(order))
+    time.sleep(0.1)
+    joining.end(order)
+    thread.join(2)
+    assert [type(exc) for exc in raised] == [Aborted]
+
+
 def ends(call: Callable[[], Any]) -> tuple[list[BaseException], threading.Thread]:
     """Run it in a thread; what it raises."""
     raised: list[BaseException] = []
