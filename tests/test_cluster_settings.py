@@ -14,7 +14,9 @@ import pytest
 from weightsync import config
 from weightsync.fleet import cluster, engine_actor
 
-OTHERS: dict[str, Any] = {"sync.caches": "retain", "sync.stage": "host", "sync.rollback": "host", "sync.verify_stored": True}
+OTHERS: dict[str, Any] = {
+    "sync.caches": "retain", "sync.stage": "host", "sync.rollback": "host", "sync.verify_stored": True, "sync.local": "host",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", OTHERS)

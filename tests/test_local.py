@@ -103,6 +103,11 @@ def receive_timed(state: dict[str, Any], order: BeginOrder, rank: int) -> tuple[
     raise AssertionError("the update arrived")
 
 
+def warm(_: dict[str, Any]) -> None:
+    """What CUDA does first in a process takes seconds."""
+    torch.zeros(1, device="cuda:0")
+
+
 def fork_a_child(state: dict[str, Any]) -> int:
     """A child that holds whatever this process has open, as a data loader's does."""
     pid = os.fork()
@@ -142,6 +147,11 @@ class Stage:
         self.trainer, *self.workers = [self._peer() for _ in range(1 + local + remote)]
         for peer in (self.trainer, *self.workers):
             peer.ready()
+        #: How long an update may take; the first on a GPU also compiles.
+        self.patience = 20.0 if transport == "gloo" else 90.0
+        if transport == "nccl":
+            for peer in (self.trainer, *self.workers):
+                peer.call(warm, seconds=60)
         self.renew()
 
     def _peer(self) -> Peer:
@@ -159,7 +169,8 @@ class Stage:
     def order(self, tensors: Tensors, bucket: int, seconds: float = 20.0) -> BeginOrder:
         return BeginOrder(request_of(tensors, bucket, seconds, self.reach, self.transport), self.info, 0, 1, 10.0)
 
-    def begin(self, tensors: Tensors, bucket: int = BUCKET, hold: bool = False, seconds: float = 20.0, timed: bool = False) -> None:
+    def begin(self, tensors: Tensors, bucket: int = BUCKET, hold: bool = False, seconds: float = 0.0, timed: bool = False) -> None:
+        seconds = seconds or self.patience
         order = self.order(tensors, bucket, seconds)
         for rank, worker in enumerate(self.workers):
             worker.start(receive_timed if timed else receive, order, rank)
@@ -168,15 +179,15 @@ class Stage:
     def update(self, tensors: Tensors, bucket: int = BUCKET) -> None:
         """One that must arrive, to the bit, at everybody."""
         self.begin(tensors, bucket)
-        self.trainer.result()
+        self.trainer.result(self.patience)
         want = {name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
         for worker in self.workers:
-            assert worker.result() == want
+            assert worker.result(self.patience) == want
 
-    def hold(self, seconds: float = 20.0) -> None:
+    def hold(self, seconds: float = 0.0) -> None:
         """An update that stands behind its first bucket."""
         self.begin(some(6), hold=True, seconds=seconds, timed=True)
-        assert self.trainer.result() == "holds"
+        assert self.trainer.result(self.patience) == "holds"
 
     def replace_trainer(self) -> None:
         self.trainer.kill()
@@ -325,8 +336,7 @@ def test_workers_learn_at_once_that_the_trainer_left_though_a_child_of_it_holds_
 def test_a_trainer_that_hangs_costs_its_workers_no_more_than_the_deadline(stage: Callable[..., Stage]) -> None:
     two = stage(2)
     began = time.monotonic()
-    two.begin(some(6), hold=True, seconds=2.0, timed=True)
-    assert two.trainer.result() == "holds"
+    two.hold(seconds=2.0)
     two.trainer.signal(signal.SIGSTOP)
     for worker in two.workers:
         error, at = worker.result()
@@ -513,6 +523,18 @@ def test_joining_can_be_cancelled_on_both_sides() -> None:
             cancelled=lambda: time.monotonic() > began + 0.2,
         )  # fmt: skip
     assert time.monotonic() - began < 0.6
+
+
+def test_a_worker_that_still_joins_leaves_when_its_update_has_ended() -> None:
+    listener = Listener()
+    info = CommunicatorInfo("h", 1, 7, 1, {"0": 1}, "gloo", {"0": (0,)})
+    order = BeginOrder(request_of(some(1), BUCKET, 20.0, (listener.name, listener.secret), "gloo"), info, 0, 1, 20.0)
+    joining = Joining(CPU, 0)
+    raised, thread = ends(joining.begin(order))
+    time.sleep(0.1)
+    joining.end(order)
+    thread.join(2)
+    assert [type(exc) for exc in raised] == [Aborted]
 
 
 def ends(call: Callable[[], Any]) -> tuple[list[BaseException], threading.Thread]:

@@ -22,6 +22,7 @@ CUDA = torch.device("cuda:0")
 
 
 def files() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -213,9 +214,8 @@ def test_what_the_driver_refuses_is_said_and_leaves_nothing_behind(driven: Any, 
             segment.attach(memfd(1 << 21, 0), 1 << 21, CUDA)
         else:
             segment.create(1 << 20, CUDA)
-    gc.collect()
-    assert not driver.mapped and not driver.reserved and not driver.handles
     assert files() == before
+    assert not driver.mapped and not driver.reserved and not driver.handles
 
 
 def test_without_cuda_bindings_it_is_said_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,12 +36,12 @@ from weightsync.errors import ConfigError, InternalError, ServiceUnreachable, We
 
 logger = logging.getLogger(__name__)
 
-#: Settings that live engines and their Ray were started with, as (section, keys); a fleet can only be adopted with the same.
+#: Settings that live actors and their Ray were started with, as (section, keys); a fleet can only be adopted with the same.
 _FIXED: dict[str, tuple[str, ...]] = {
     "engine": (),
     "ray": (),
     "api": ("host", "max_request_bytes"),
-    "sync": ("caches", "stage", "rollback", "verify_stored"),
+    "sync": ("caches", "stage", "rollback", "verify_stored", "local"),
 }
 _STOP_SECONDS = 20.0
 _GRACE_SECONDS = 5.0
