@@ -132,7 +132,7 @@ class Side:
             yield lambda: self._bare(size)
             return
         blind = way in ("packed", "staged")
-        with patch.object(digest, "digest_bytes", lambda *_: digest.ZERO) if blind else contextlib.nullcontext():
+        with patch.object(digest, "_adder", lambda device: lambda *_: None) if blind else contextlib.nullcontext():
             if self.rank == 0:
                 yield lambda: self._send(bucket_bytes)
             elif way == "packed":

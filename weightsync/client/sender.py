@@ -106,13 +106,15 @@ class Sender:
 
     def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Copy a bucket's pieces into the buffer and add up their digests."""
+        batch = digest.Batch(len(bucket.pieces), buffer.device)
         for piece in bucket.pieces:
             end = piece.tensor_offset + piece.nbytes
             target = buffer[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
             target.copy_(self._bytes(piece.tensor)[piece.tensor_offset : end])
             if end == self._offer.manifest.tensors[piece.tensor].nbytes:
                 self._current = None
-            part = digest.digest_bytes(target, piece.tensor_offset)
+            batch.add(target, piece.tensor_offset)
+        for piece, part in zip(bucket.pieces, batch.results(), strict=True):
             self._partial[piece.tensor] = digest.add(self._partial.get(piece.tensor, digest.ZERO), part)
 
     def _bytes(self, index: int) -> torch.Tensor:
