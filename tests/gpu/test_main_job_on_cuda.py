@@ -45,7 +45,7 @@ def _started(checkpoint: Any, home: Path, *more: str) -> Iterator[Fleet]:
     os.environ.update({"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"})
     flags = [
         "--engine.device=cuda", "--engine.gpus=0.3", f"--engine.extra={json.dumps(EXTRA)}",
-        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", *more,
+        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", "--sync.local=off", *more,
     ]  # fmt: skip
     fleet = Fleet(checkpoint(KIND, 1), home, flags=flags, env={"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"})
     yield fleet.ready(450)

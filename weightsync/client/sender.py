@@ -22,7 +22,7 @@ from weightsync.client.source import Offer
 from weightsync.errors import ManifestRefused
 from weightsync.transport import digest
 from weightsync.transport.beside import Beside, now, on_stream, settle
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel
 from weightsync.transport.packing import Bucket, BucketPlan
 
 #: Called after each bucket with (bytes sent, bytes in all).
@@ -49,7 +49,7 @@ class Sender:
         #: By step. Packing and broadcasting go on at the same time; `export` is what reading tensors takes of the packing thread.
         self.seconds = {"export": 0.0, "pack": 0.0, "broadcast": 0.0}
 
-    def send(self, communicator: Communicator, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]) -> None:
+    def send(self, communicator: Channel, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]) -> None:
         """Send everything.
 
         Args:

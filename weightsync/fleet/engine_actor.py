@@ -66,7 +66,7 @@ class EngineActor:
         self._settled.set()
         self._url = ""
         self._scratch: Scratch | None = None
-        self._workers = 0
+        self._places: list[dict[str, Any] | None] = []  # of its workers
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
@@ -86,7 +86,7 @@ class EngineActor:
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         reports = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
-        self._workers = len(reports)
+        self._places = [report["place"] for report in sorted(reports, key=lambda report: int(report["rank"]))]
         await asyncio.to_thread(self._scratch.note)
         for report in reports:
             if report["error"]:
@@ -161,12 +161,12 @@ class EngineActor:
             update_id=self._update_id,
             url=self._url,
             model=self._settings.engine.served_model_name,
-            workers=self._workers,
+            workers=len(self._places),
             vllm_version=vllm_api.installed()[1],
             reason="" if self._state == EngineState.SERVING else self._reason,
             rewinds=self._rewinds,
         )
-        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url)}
+        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
     @answers
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from weightsync.errors import BadValues, DigestMismatch, InternalError, Manifest
 from weightsync.protocol import BeginOrder, Phase
 from weightsync.transport import digest, finite
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 from weightsync.worker import staging, streaming
 
@@ -58,7 +58,7 @@ class Receiver:
         rank: int,
         device: torch.device,
         landing: torch.device,
-        connect: Callable[[], Communicator],
+        connect: Callable[[], Channel],
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
@@ -153,7 +153,7 @@ class Receiver:
         if self.into is not None:
             self.into.fail(self.error)
 
-    def _receive(self, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
+    def _receive(self, communicator: Channel, into: staging.Whole | streaming.Passing) -> None:
         """Receive every bucket with its digests, in this thread; look at each in another, while the next comes."""
         buckets, device = self.plan.buckets, self._busy
         name = f"weightsync-check-{self.order.request.update_id[:8]}"
