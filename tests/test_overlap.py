@@ -132,6 +132,19 @@ def test_each_tensor_is_read_once_in_order_in_one_thread_and_let_go_of_before_th
     assert ends.sender.seconds["export"] > 0
 
 
+def test_what_lies_between_tensors_is_sent_as_zeros() -> None:
+    """And not as what the trainer's memory held before."""
+    ends = Ends({"a": torch.ones(3), "b": torch.ones(1000), "c": torch.ones(1), "d": torch.ones(3)}, BUCKET)
+    sent: list[torch.Tensor] = []
+    ends.trainer.buffers = lambda count, nbytes: [torch.full((nbytes,), 7, dtype=torch.uint8) for _ in range(count)]  # type: ignore[method-assign]
+    ends.trainer.before = lambda tensor: sent.append(tensor.clone()) if tensor.dtype == torch.uint8 else None
+    ends.send()
+    held = torch.cat(sent)
+    for offset, tensor in zip(ends.plan.offsets, ends.offer.tensors, strict=True):
+        held[offset : offset + tensor.nbytes] = 0
+    assert len(sent) == 2 and not held.any()
+
+
 def test_a_tensor_that_is_not_contiguous_is_made_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     turned, made = torch.arange(8000.0).reshape(80, 100).t(), []
     stock = digest.as_bytes
@@ -233,6 +246,20 @@ def test_a_read_that_hangs_is_left_at_the_deadline_or_when_the_update_is_cancell
             ends.send(seconds=0.2)
     assert time.monotonic() - began < 1
     go_on.set()  # its thread ends when the call does: see the fixture
+
+
+def test_packing_does_not_share_its_work_with_cores_that_others_use() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        Ends(gathered(tensors(2), lambda index: seen.append(torch.get_num_threads())), BUCKET).send()
+        here, elsewhere = torch.get_num_threads(), []
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1] and here == 2 and elsewhere == [2], "the trainer's own threads stay as they are"
 
 
 # --- the worker's side -------------------------------------------------------------------------

@@ -105,15 +105,18 @@ class Sender:
         return digests
 
     def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Copy a bucket's pieces into the buffer and add up their digests."""
-        batch = digest.Batch(len(bucket.pieces), buffer.device)
+        """Copy a bucket's pieces into the buffer and add up their digests; zeros between them, where there would be anything at all."""
+        batch, free = digest.Batch(len(bucket.pieces), buffer.device), 0
         for piece in bucket.pieces:
-            end = piece.tensor_offset + piece.nbytes
-            target = buffer[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
+            if free < piece.bucket_offset:
+                buffer[free : piece.bucket_offset].zero_()
+            end, free = piece.tensor_offset + piece.nbytes, piece.bucket_offset + piece.nbytes
+            target = buffer[piece.bucket_offset : free]
             target.copy_(self._bytes(piece.tensor)[piece.tensor_offset : end])
             if end == self._offer.manifest.tensors[piece.tensor].nbytes:
                 self._current = None
             batch.add(target, piece.tensor_offset)
+        buffer[free : bucket.nbytes].zero_()
         for piece, part in zip(bucket.pieces, batch.results(), strict=True):
             self._partial[piece.tensor] = digest.add(self._partial.get(piece.tensor, digest.ZERO), part)
 

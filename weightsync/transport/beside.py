@@ -15,6 +15,7 @@ deadline, and its thread ends when it does.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -104,6 +105,7 @@ class Beside:
         return self._error is not None or self._cancelled()
 
     def _run(self) -> None:
+        _one_core()
         with on_stream(self._device, self._behind):
             while (job := self._jobs.get()) is not None:
                 try:
@@ -114,6 +116,17 @@ class Beside:
                 job.done.set()
             with contextlib.suppress(RuntimeError):
                 settle(self._device)  # what a job that failed had begun still uses memory that is let go of now
+
+
+def _one_core() -> None:
+    """Have torch's CPU operations in the calling thread use it alone; other threads keep what they are set to.
+
+    Threads that share an operation wait for each other, and while an engine or a trainer has the cores such a wait lasts
+    until its turn comes, in every operation anew. torch's own setting is the process's.
+    """
+    torch.get_num_threads()  # sets the thread up, which would undo what follows
+    with contextlib.suppress(AttributeError):  # a torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 def now(device: torch.device) -> torch.cuda.Event | None:

@@ -79,6 +79,8 @@ class Receiver:
         self.draining = False  # what still comes goes by
         self.ready = False  # to be applied: all is there, or, without staging, it begins to come
         self.digests: dict[int, digest.Digest] = {}
+        self._partial: dict[int, digest.Digest] = {}  # of tensors of which more is to come
+        self._peaks: dict[int, finite.Peak | None] = {}
         self._bad: dict[str, str] = {}  # tensors whose values are refused, with counts
         self.tensors = 0
         self.nbytes = 0
@@ -198,15 +200,12 @@ class Receiver:
         if window.data_ptr() != arrived.data_ptr():
             window.copy_(arrived)
         into.landed(bucket)
+        self._look(bucket, into)
         specs = self.order.request.manifest.tensors
-        wrong, peaks = [], [self._peak(index) for index in bucket.complete]
-        batch = digest.Batch(len(peaks), into.device)
-        for index, peak in zip(bucket.complete, peaks, strict=True):
-            batch.add(digest.as_bytes(into.tensor(index)), 0, peak)
-        sent_ones = digest.unpack(digests.cpu())
-        for index, peak, made, sent in zip(bucket.complete, peaks, batch.results(), sent_ones, strict=True):
-            name = specs[index].name
-            if made != sent:
+        wrong = []
+        for index, sent in zip(bucket.complete, digest.unpack(digests.cpu()), strict=True):
+            name, peak = specs[index].name, self._peaks.pop(index, None)
+            if self._partial.pop(index, digest.ZERO) != sent:
                 wrong.append(name)
             elif peak is not None and peak.refused:
                 self._bad[name] = peak.describe(into.tensor(index)) if len(self._bad) < _SHOWN else ""
@@ -227,6 +226,16 @@ class Receiver:
                 phase=str(Phase.RECEIVE),
                 names=list(self._bad),
             )
+
+    def _look(self, bucket: Bucket, into: staging.Whole | streaming.Passing) -> None:
+        """Add up the digests of a bucket's pieces, where these are now, and see the largest of their values."""
+        batch = digest.Batch(len(bucket.pieces), into.window(bucket).device)
+        for piece in bucket.pieces:
+            if piece.tensor not in self._partial:
+                self._partial[piece.tensor], self._peaks[piece.tensor] = digest.ZERO, self._peak(piece.tensor)
+            batch.add(into.run(bucket, piece), piece.tensor_offset, self._peaks[piece.tensor])
+        for piece, part in zip(bucket.pieces, batch.results(), strict=True):
+            self._partial[piece.tensor] = digest.add(self._partial[piece.tensor], part)
 
     def _peak(self, index: int) -> finite.Peak | None:
         """What looks at a tensor's values while its digest is made; None where any are right."""

@@ -19,7 +19,7 @@ import torch
 from weightsync.errors import MemoryRefused, WeightSyncError
 from weightsync.protocol import Manifest
 from weightsync.transport.memory import huge_pages
-from weightsync.transport.packing import Bucket, BucketPlan
+from weightsync.transport.packing import Bucket, BucketPlan, Piece
 from weightsync.worker.loadmap import LoadMap
 
 #: Share of the free memory that staging may take: of the host's, and of a device's that was asked for.
@@ -84,6 +84,10 @@ class Whole:
 
     def landed(self, bucket: Bucket) -> None:
         """Nothing is left to do."""
+
+    def run(self, bucket: Bucket, piece: Piece) -> torch.Tensor:
+        """Where a piece of a bucket that has landed is now, shape [its bytes], uint8."""
+        return self.window(bucket)[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
 
     def tensor(self, index: int) -> torch.Tensor:
         """The tensor at this index of the manifest; a view."""

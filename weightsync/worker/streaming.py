@@ -18,7 +18,7 @@ import torch
 
 from weightsync.errors import Aborted, DeadlineExceeded, WeightSyncError
 from weightsync.protocol import Manifest
-from weightsync.transport.packing import Bucket, BucketPlan
+from weightsync.transport.packing import Bucket, BucketPlan, Piece
 from weightsync.worker.loadmap import LoadMap
 
 #: Bytes of whole tensors that wait for the loader.
@@ -71,12 +71,14 @@ class Passing:
         """Take a bucket's pieces out of the window."""
         window = self.window(bucket)
         for piece in bucket.pieces:
-            whole = self._partial.get(piece.tensor)
-            if whole is None:
+            if piece.tensor not in self._partial:
                 nbytes = self._manifest.tensors[piece.tensor].nbytes
-                whole = self._partial[piece.tensor] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            run = window[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
-            whole[piece.tensor_offset : piece.tensor_offset + piece.nbytes].copy_(run)
+                self._partial[piece.tensor] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self.run(bucket, piece).copy_(window[piece.bucket_offset : piece.bucket_offset + piece.nbytes])
+
+    def run(self, bucket: Bucket, piece: Piece) -> torch.Tensor:
+        """Where a piece of a bucket that has landed is now, shape [its bytes], uint8."""
+        return self._partial[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
 
     def tensor(self, index: int) -> torch.Tensor:
         """A tensor that is whole and was not handed over yet, shaped."""
