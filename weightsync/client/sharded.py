@@ -1,0 +1,112 @@
+"""Tensors of which each rank of the trainer holds a part: DTensor, as FSDP2 and tensor parallelism make them.
+
+`DTensor.full_tensor` gathers over whatever mesh the tensor has: one dimension, HSDP's two, uneven
+shards. What older wrappers leave in a parameter's place is told by what it looks like, and
+refused with the call that gathers it.
+
+Not covered: gathering FSDP1's and DeepSpeed's partitions (their own context managers do).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightsync.errors import ManifestRefused
+
+GROUP_HINT = "Make WeightSync(…, group=…) on every rank, with a process group or device mesh of all of them, and call it on every rank"
+_FSDP1_HINT = (
+    "Move to fully_shard, or pass what torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True)) gives"
+)
+_ZERO3_HINT = "Sync inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`"
+
+
+def has_company() -> bool:
+    """Whether this process is one of several of its trainer."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # takes a while to load, and without it there is no DTensor
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_partitioned(name: Any, tensor: Any) -> None:
+    """Refuse what holds no values, or not those of one tensor.
+
+    Raises:
+        ManifestRefused: a FlatParameter of FSDP1, or a parameter that ZeRO-3 has partitioned away.
+    """
+    if getattr(tensor, "_is_flat_param", False):
+        raise ManifestRefused(f"{name!r} is a FlatParameter: FSDP1 keeps many parameters in it", names=[str(name)], hint=_FSDP1_HINT)
+    if hasattr(tensor, "ds_tensor") and tensor.numel() != getattr(tensor, "ds_numel", 0):
+        raise ManifestRefused(f"{name!r} is partitioned by DeepSpeed ZeRO-3 and empty here", names=[str(name)], hint=_ZERO3_HINT)
+
+
+def prepare(module: torch.nn.Module) -> None:
+    """Have FSDP2's modules show their shards.
+
+    After a forward pass some keep whole parameters in the dtype that they compute in, which need not be the one
+    that is trained, and need not be so on every rank.
+
+    Raises:
+        ManifestRefused: a module is wrapped by FSDP1, whose parameters are not what they look like.
+    """
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is None:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, fsdp.FullyShardedDataParallel):
+            raise ManifestRefused(f"module {name or 'of the whole model'!r} is wrapped by FSDP1", names=[name], hint=_FSDP1_HINT)
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
+def require_members(name: Any, tensor: Any, members: Collection[int] | None) -> None:
+    """See that all who hold a part will take part, and the rank that sends holds one.
+
+    Args:
+        members: global ranks, the one that sends first; None for a process alone.
+
+    Raises:
+        ManifestRefused: they don't.
+    """
+    ranks = holders(tensor)
+    if members is None:
+        if len(ranks) > 1:
+            raise ManifestRefused(f"{name!r} is sharded over ranks {ranks[:16]}", names=[str(name)], hint=GROUP_HINT)
+        return
+    sender = min(members)
+    if sender not in ranks or not set(ranks) <= set(members):
+        raise ManifestRefused(
+            f"{name!r} is sharded over ranks {ranks[:16]}; of the group {sorted(members)[:16]}, rank {sender} sends",
+            names=[str(name)],
+            hint="The group has to hold all of a tensor's ranks, and the first of the group to be one of them (pipeline stages: not yet)",
+        )
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Where it is once it has been gathered."""
+    if not is_sharded(tensor) or tensor.device.type == (kind := tensor.device_mesh.device_type):
+        return tensor.device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def gather(tensor: Any) -> torch.Tensor:
+    """The whole tensor, by a collective of all ranks that hold a part; of no meaning on another rank."""
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        return tensor.to_local()
+    if tensor.device.type != mesh.device_type:  # offloaded to the host, while the ranks meet between their GPUs
+        tensor = tensor.to(mesh.device_type)
+    return tensor.full_tensor()
+
+
+def holders(tensor: Any) -> list[int]:
+    """Global ranks that hold a part."""
+    return sorted(tensor.device_mesh.mesh.flatten().tolist())
