@@ -19,7 +19,7 @@ from weightsync.errors import WeightSyncError
 
 # Forked from a process that has loaded torch and done nothing with it, so that tests don't wait for that every time.
 _QUICK = multiprocessing.get_context("forkserver")
-_QUICK.set_forkserver_preload(["torch"])
+_QUICK.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo", "weightsync.client.sync"])
 # Its own interpreter from first to last: a forked one leaves by os._exit, without what a script does when it ends.
 _WHOLE = multiprocessing.get_context("spawn")
 

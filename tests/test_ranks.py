@@ -336,7 +336,7 @@ def offer_different(state: dict[str, Any], kind: str) -> None:
         ("shapes", "ranks 0 and 1 call publish() for different tensors"),
         ("calls", "ranks 0 and 1 call publish() and commit()"),
         ("nothing", "nothing has been published"),
-        ("sparse", "rank 1: 'w' has layout"),
+        ("sparse", "'w' has layout"),
     ],
 )
 def test_ranks_that_do_not_call_for_the_same_are_all_told(kind: str, words: str, pair: Trainer) -> None:
@@ -374,7 +374,7 @@ def sync_slowly(state: dict[str, Any]) -> None:
 # --- harm ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_in_a_gather_ends_the_call_of_the_others(world: int, service_and_ranks: Any) -> None:
     service, trainer = service_and_ranks(world)
     trainer.ranks[1].call(set_in, "killed_at", 4)
@@ -399,6 +399,7 @@ def test_the_sending_rank_is_killed_in_a_gather(service_and_ranks: Any) -> None:
     assert results[0] is None and all(isinstance(result, TransportFailed) for result in results[1:]), results
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_gather_costs_the_others_their_deadline_and_no_more(service_and_ranks: Any) -> None:
     service, trainer = service_and_ranks(2, 3.0)
     trainer.ranks[1].call(set_in, "stopped_at", 4)
@@ -423,6 +424,7 @@ def test_a_rank_whose_gather_raises_ends_the_call_on_all(service_and_ranks: Any)
     assert all(isinstance(result, TransportFailed) and "still being read" in result.message for result in again), again
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_costs_the_others_their_deadline(service_and_ranks: Any) -> None:
     _, trainer = service_and_ranks(2, 1.0)
     trainer.ranks[0].start(sync)
@@ -438,6 +440,7 @@ def test_engines_that_stage_nothing_are_sent_to_while_they_apply(service_and_ran
     require_received(service, first[0], expected)
 
 
+@pytest.mark.slow
 def test_shards_of_a_two_dimensional_mesh(service_and_ranks: Any) -> None:
     service, trainer = service_and_ranks(4, mesh=(2, 2))
     expected = trainer.all(whole)[0]
