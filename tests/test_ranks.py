@@ -93,6 +93,7 @@ def step(state: dict[str, Any]) -> None:
 def publish_and_go_on(state: dict[str, Any]) -> int:
     published = state["sync"].publish(state["model"])
     assert published.tensors_read(0.0) is True, "publish returns when everything was gathered"
+    assert state["ended"] == state["gathers"], "and when this rank has no part in it any more"
     step(state)
     return state["sync"].commit(published).version
 
@@ -124,6 +125,8 @@ def watch_gathers(state: dict[str, Any]) -> None:
         if state["gathers"] == state.get("raises_at"):
             raise MemoryError("no room")
         made = gather(tensor)
+        time.sleep(state.get("dawdles", 0.0))
+        state["ended"] = state["gathers"]
         alive[state["gathers"]] = made
         state["most"] = max(state["most"], sum(each.nbytes for each in alive.values()))
         return made
@@ -237,7 +240,9 @@ def test_no_rank_ever_holds_more_than_a_bucket_of_gathered_tensors(pair: Trainer
 
 def test_the_trainer_goes_on_between_publish_and_commit_and_engines_get_what_was_published(pair: Trainer, service: Service) -> None:
     expected = pair.all(whole)[0]
+    pair.ranks[1].call(set_in, "dawdles", 0.05)
     first, second = pair.all(publish_and_go_on)
+    pair.ranks[1].call(set_in, "dawdles", 0.0)
     assert first == second
     require_received(service, first, expected)
     assert not torch.equal(pair.all(whole)[0]["odd.bias"], expected["odd.bias"])
@@ -314,7 +319,10 @@ def offer_different(state: dict[str, Any], kind: str) -> None:
         sync.sync_weights({f"w{rank}": torch.ones(3)})
     elif kind == "calls":
         published = sync.publish(state["model"])
-        sync.commit(published) if rank else sync.publish(state["model"])
+        try:
+            sync.commit(published) if rank else sync.publish(state["model"])
+        finally:
+            sync.commit(published)  # as nothing came of it
     elif kind == "nothing":
         sync.commit()
     elif kind == "raises":
@@ -432,12 +440,23 @@ def test_a_rank_that_does_not_come_costs_the_others_their_deadline(service_and_r
     assert isinstance(error, DeadlineExceeded) and "every rank to call publish()" in error.message
 
 
-def test_engines_that_stage_nothing_are_sent_to_while_they_apply(service_and_ranks: Any) -> None:
+def publish_step_commit(state: dict[str, Any]) -> int:
+    published = state["sync"].publish(state["model"])
+    assert not published.tensors_read(0.2)
+    step(state)
+    return state["sync"].commit(published).version
+
+
+def test_for_engines_that_stage_nothing_ranks_gather_while_they_commit(service_and_ranks: Any) -> None:
     service, trainer = service_and_ranks(2, stage="none")
     expected = trainer.all(whole)[0]
     first, second = trainer.all(sync)
     assert first == second
     require_received(service, first[0], expected)
+    # Before the commit the ranks' group is the trainer's own, and what it makes of its weights is what is sent.
+    first, second = trainer.all(publish_step_commit)
+    assert first == second
+    require_received(service, first, trainer.all(whole)[0])
 
 
 @pytest.mark.slow

@@ -32,10 +32,9 @@ from weightsync.errors import Aborted, ConfigError, DeadlineExceeded, Refused, T
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 60.0
-#: How long one wait lasts, and how often peers are looked for that are gone, seconds.
+#: How long one wait lasts before trouble is looked for, seconds.
 _TICK_SECONDS = 0.05
-_PROBE_SECONDS = 0.25
-#: A rank that sees trouble by itself waits so long for the first one's own word of it.
+#: A rank that is in trouble waits so long for the first one's own word of it.
 _PATIENCE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _PROBE_TAG, _ALARM_TAG = 1, 2
@@ -144,17 +143,6 @@ class Ranks:
         assert made is not None
         return made, time.monotonic() + min(other["left"] for other in states)
 
-    def gone(self) -> list[int]:
-        """Ranks whose processes are known to be gone."""
-        found = []
-        for place, rank in enumerate(self.members):
-            if place != self._place:
-                try:  # a receive that nobody answers costs nothing, and posting it fails on a broken connection
-                    self._group.recv([torch.empty(1, dtype=torch.uint8)], place, _PROBE_TAG)
-                except (RuntimeError, AttributeError):
-                    found.append(rank)
-        return found
-
     def require_all(self) -> None:
         """See that every rank is there and well; may be called beside another thread that talks.
 
@@ -168,7 +156,7 @@ class Ranks:
                 self._await_alarm(place)
                 if said["serial"] == self._serial:
                     raise WeightSyncError.from_dict(said["error"] | {"message": f"rank {self.members[place]}: {said['error']['message']}"})
-        if gone := self.gone():
+        if gone := self._gone():
             raise _lost(gone)
 
     def close(self) -> None:
@@ -268,7 +256,6 @@ class Ranks:
             raise TransportFailed(f"the trainer's ranks have lost touch: {self._broken.message}", hint=_AGAIN, retryable=False)
         # Ends an operation that was left behind; a little later, so that the wait is the one to say why.
         options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + 0.1)
-        probe_at = time.monotonic() + _PROBE_SECONDS
         patient_until = float("inf")
         try:
             work = begin()
@@ -278,12 +265,6 @@ class Ranks:
                 now = time.monotonic()
                 if (trouble := failed()) is not None:
                     self._alarm(trouble)
-                if now >= probe_at:
-                    probe_at = now + _PROBE_SECONDS
-                    if gone := self.gone():
-                        trouble = trouble or _lost(gone)
-                        patient_until = now if self.members[0] in gone or self.leads else patient_until
-                if trouble is not None:
                     patient_until = min(patient_until, now + _PATIENCE_SECONDS)
                     if now >= patient_until and not work.is_completed():
                         self._break(trouble)
@@ -293,8 +274,19 @@ class Ranks:
                     )
             work.wait()
         except RuntimeError as exc:
-            gone = self.gone()
+            gone = self._gone()
             self._break(_lost(gone) if gone else TransportFailed(f"lost touch with the trainer's ranks: {str(exc)[:200]}", hint=_AGAIN))
+
+    def _gone(self) -> list[int]:
+        """Ranks whose processes are known to be gone."""
+        found = []
+        for place, rank in enumerate(self.members):
+            if place != self._place:
+                try:  # a receive that nobody answers costs nothing, and posting it fails on a broken connection
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], place, _PROBE_TAG)
+                except (RuntimeError, AttributeError):
+                    found.append(rank)
+        return found
 
     def _await_alarm(self, place: int) -> None:
         landing = torch.zeros(_STATE_BYTES, dtype=torch.uint8)

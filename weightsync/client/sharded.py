@@ -49,22 +49,17 @@ def refuse_partitioned(name: Any, tensor: Any) -> None:
         raise ManifestRefused(f"{name!r} is partitioned by DeepSpeed ZeRO-3 and empty here", names=[str(name)], hint=_ZERO3_HINT)
 
 
-def prepare(module: torch.nn.Module) -> None:
-    """Have FSDP2's modules show their shards.
-
-    After a forward pass some keep whole parameters in the dtype that they compute in, which need not be the one
-    that is trained, and need not be so on every rank.
+def refuse_fsdp1(module: torch.nn.Module) -> None:
+    """Refuse a model whose parameters are not what they look like.
 
     Raises:
-        ManifestRefused: a module is wrapped by FSDP1, whose parameters are not what they look like.
+        ManifestRefused: a module in it is wrapped by FSDP1.
     """
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is None:
         return
     for name, part in module.named_modules():
         if isinstance(part, fsdp.FullyShardedDataParallel):
             raise ManifestRefused(f"module {name or 'of the whole model'!r} is wrapped by FSDP1", names=[name], hint=_FSDP1_HINT)
-        if isinstance(part, fsdp.FSDPModule):
-            part.reshard()
 
 
 def require_members(name: Any, tensor: Any, members: Collection[int] | None) -> None:

@@ -267,7 +267,9 @@ class _Pairs:
 
 def _pairs(source: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(source, torch.nn.Module):
-        sharded.prepare(source)
+        sharded.refuse_fsdp1(source)
+        # This also has FSDP2's modules show their shards: after a forward pass some keep whole parameters, in the dtype that they
+        # compute in.
         persistent = source.state_dict(keep_vars=True).keys()
         yield from ((n, p) for n, p in source.named_parameters())
         yield from ((n, b) for n, b in source.named_buffers() if n in persistent)
