@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,15 +251,15 @@ class Source:
         sizes = (10, 20, 5, 100, 10, 10, 10)
         return [SourceSpec(f"w{at}", torch.uint8, (size,), collective=at != 4) for at, size in enumerate(sizes)]
 
-    def read(self, index: int) -> torch.Tensor:
-        self.asked.append(index)
-        return torch.full(self.specs()[index].shape, index, dtype=torch.uint8)
+    def read(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        self.asked += indices
+        return [torch.full(self.specs()[index].shape, index, dtype=torch.uint8) for index in indices]
 
 
-def test_what_ranks_read_together_is_read_in_runs_of_at_most_a_bucket_each_announced_before() -> None:
+def test_what_ranks_read_together_is_read_in_runs_of_at_most_half_a_bucket_each_announced_before() -> None:
     source, told = Source(), list[tuple[int, int]]()
-    offered = offer(source, bucket_bytes=32, members=[0])
-    assert offered.runs == ((0, 1), (2,), (3,), (5, 6)), "a tensor larger than a bucket alone; what is not collective lies between"
+    offered = offer(source, bucket_bytes=64, members=[0])
+    assert offered.runs == ((0, 1), (2,), (3,), (5, 6)), "a larger tensor alone; what is not collective lies between"
     offered.go = lambda run: told.append((run, len(source.asked)))
     assert [int(tensor[0]) for tensor in read_all(offered)] == list(range(7))
     assert source.asked == list(range(7))

@@ -58,6 +58,13 @@ def join(state: dict[str, Any], folder: str, rank: int, world: int) -> None:
     state["rank"] = rank
 
 
+def gather_one_by_one(state: dict[str, Any], small: int) -> None:
+    """What is larger than so many bytes is gathered by a collective of its own."""
+    from weightsync.client import sharded
+
+    sharded._SMALL_BYTES = small
+
+
 def shard(state: dict[str, Any], mesh: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,10 +118,10 @@ def watch_gathers(state: dict[str, Any]) -> None:
 
     from weightsync.client import sharded
 
-    gather, alive = sharded.gather, weakref.WeakValueDictionary[int, torch.Tensor]()
+    gather, alive = sharded.gather, weakref.WeakSet[torch.Tensor]()
     state["gathers"], state["most"] = 0, 0
 
-    def watched(tensor: Any) -> torch.Tensor:
+    def watched(tensors: Any) -> list[torch.Tensor]:
         state["gathers"] += 1
         if state["gathers"] == state.get("killed_at"):
             import os
@@ -124,11 +131,11 @@ def watch_gathers(state: dict[str, Any]) -> None:
             time.sleep(60)
         if state["gathers"] == state.get("raises_at"):
             raise MemoryError("no room")
-        made = gather(tensor)
+        made = gather(tensors)
         time.sleep(state.get("dawdles", 0.0))
         state["ended"] = state["gathers"]
-        alive[state["gathers"]] = made
-        state["most"] = max(state["most"], sum(each.nbytes for each in alive.values()))
+        alive.update(made)
+        state["most"] = max(state["most"], sum(each.nbytes for each in alive))
         return made
 
     sharded.gather = watched
@@ -228,14 +235,22 @@ def test_shards_of_two_ranks_arrive_whole_and_every_rank_gets_the_report(pair: T
     assert 0 < first[2]["export"] < first[2]["total"] and "pack" in first[2] and "broadcast" in first[2]
 
 
-def test_no_rank_ever_holds_more_than_a_bucket_of_gathered_tensors(pair: Trainer) -> None:
+def test_large_shards_that_are_gathered_one_by_one_arrive_as_small_ones_that_are_gathered_together(pair: Trainer, service: Service) -> None:
+    expected = pair.all(whole)[0]
+    pair.all(gather_one_by_one, (1000,))
+    version = pair.all(sync)[0][0]
+    pair.all(gather_one_by_one, (1 << 20,))
+    require_received(service, version, expected)
+
+
+def test_no_rank_ever_holds_more_than_its_largest_tensor_and_half_a_bucket_of_gathered_ones(pair: Trainer) -> None:
     largest = 101 * WIDTH * 4
     pair.all(set_in, ("most", 0))
     reports = pair.all(sync)
     total = reports[0][1]
     for most in pair.all(get_from, ("most",)):
         # One run, beside it the tensor of the run before that is still being packed.
-        assert largest <= most <= BUCKET + largest < total
+        assert largest <= most <= BUCKET // 2 + largest < total / 2
 
 
 def test_the_trainer_goes_on_between_publish_and_commit_and_engines_get_what_was_published(pair: Trainer, service: Service) -> None:
@@ -385,7 +400,7 @@ def sync_slowly(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_in_a_gather_ends_the_call_of_the_others(world: int, service_and_ranks: Any) -> None:
     service, trainer = service_and_ranks(world)
-    trainer.ranks[1].call(set_in, "killed_at", 4)
+    trainer.ranks[1].call(set_in, "killed_at", 3)
     began = time.monotonic()
     results = trainer.all(sync, seconds=20)
     assert time.monotonic() - began < 12
@@ -400,7 +415,7 @@ def test_a_rank_that_is_killed_in_a_gather_ends_the_call_of_the_others(world: in
 
 def test_the_sending_rank_is_killed_in_a_gather(service_and_ranks: Any) -> None:
     _, trainer = service_and_ranks(3)
-    trainer.ranks[0].call(set_in, "killed_at", 4)
+    trainer.ranks[0].call(set_in, "killed_at", 3)
     began = time.monotonic()
     results = trainer.all(sync, seconds=20)
     assert time.monotonic() - began < 12
@@ -410,7 +425,7 @@ def test_the_sending_rank_is_killed_in_a_gather(service_and_ranks: Any) -> None:
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_gather_costs_the_others_their_deadline_and_no_more(service_and_ranks: Any) -> None:
     service, trainer = service_and_ranks(2, 3.0)
-    trainer.ranks[1].call(set_in, "stopped_at", 4)
+    trainer.ranks[1].call(set_in, "stopped_at", 3)
     began = time.monotonic()
     results = trainer.all(sync, seconds=20)
     assert 2.5 < time.monotonic() - began < 8
@@ -420,7 +435,7 @@ def test_a_rank_that_hangs_in_a_gather_costs_the_others_their_deadline_and_no_mo
 
 def test_a_rank_whose_gather_raises_ends_the_call_on_all(service_and_ranks: Any) -> None:
     _, trainer = service_and_ranks(2)
-    trainer.ranks[1].call(set_in, "raises_at", 4)
+    trainer.ranks[1].call(set_in, "raises_at", 3)
     began = time.monotonic()
     first, second = trainer.all(sync, seconds=20)
     assert time.monotonic() - began < 10

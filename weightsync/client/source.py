@@ -5,8 +5,9 @@
 
 Names, shapes and dtypes must be those of the engine's checkpoint. A tensor is made whole
 only when it is its turn: shards are gathered, a `Lazy` is called, what lies on another
-device is moved. What every rank has a part in is read in runs of at most a bucket (a
-larger tensor is a run of its own), so that the trainer never holds the whole model.
+device is moved. What every rank has a part in is read in runs of at most half a bucket (a
+larger tensor is a run of its own); gathering one takes twice its bytes for a moment. So the
+trainer never holds the whole model, but a bucket, or its largest tensor.
 
 Not covered: adapters that have not been merged (the engines refuse them by name), and reading an
 iterator again: it is gone through once, when the update is offered.
@@ -50,9 +51,9 @@ class SourceSpec:
 class TensorSource(Protocol):
     """What an update is read from; all else that `sync_weights` takes is made into one.
 
-    Of an update each index is read once, in order, in a thread of its own and when the engines have
-    agreed to take it. One that is `collective` is read by every rank of the trainer, at the same
-    place in the order; what the ranks other than the first get is dropped.
+    Of an update each tensor is read once, in order, in a thread of its own and when the engines have
+    agreed to take it. Neighbours that are `collective` are asked for together, a bucket at a time, by
+    every rank of the trainer at the same place in the order; what ranks other than the first get is dropped.
 
     Room for more: a source of which every rank sends its own shards, as vLLM's `WeightSource.iter_local`
     gives them, has one more method beside `read`, which returns this rank's piece and its placement.
@@ -62,8 +63,8 @@ class TensorSource(Protocol):
     def specs(self) -> Sequence[SourceSpec]:
         """Every tensor, in the order of sending; the same on every rank."""
 
-    def read(self, index: int) -> torch.Tensor:
-        """The tensor, whole and dense."""
+    def read(self, indices: Sequence[int]) -> Sequence[torch.Tensor]:
+        """These tensors, whole and dense: one, or several that are collective."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Offer:
     def __init__(self, source: TensorSource, specs: Sequence[SourceSpec], manifest: Manifest, device: torch.device, bucket: int) -> None:
         self.manifest, self.device = manifest, device
         self._source = source
-        self.runs = _runs(specs, manifest, bucket)
+        self.runs = _runs(specs, manifest, bucket // 2)
         self.go: Callable[[int], None] = lambda run: None
         self.most_gathered = 0
         self._run_of = {index: run for run, indices in enumerate(self.runs) for index in indices}
@@ -124,24 +125,24 @@ class Offer:
         """
         run = self._run_of.get(index)
         if run is None:
-            return self._take(index)
+            return self._whole(index, self._from_source([index])[0])
         if index not in self._gathered:
             self.go(run)
-            self._gathered = {each: self._take(each) for each in self.runs[run]}
+            indices = self.runs[run]
+            self._gathered = {at: self._whole(at, made) for at, made in zip(indices, self._from_source(indices), strict=True)}
             self._count(self._gathered.values())
             _settle(self.device)
         return self._gathered.pop(index)
 
     def take_part(self, run: int) -> None:
         """Another rank reads a run: give it this rank's part."""
-        given = [self._from_source(index) for index in self.runs[run]]
+        given = self._from_source(self.runs[run])
         self._count(given)
         for device in {tensor.device for tensor in given}:
             _settle(device)
 
-    def _take(self, index: int) -> torch.Tensor:
+    def _whole(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         name = self.manifest.tensors[index].name
-        tensor = self._from_source(index)
         try:
             _require_whole(name, tensor)
         except ManifestRefused as exc:
@@ -149,29 +150,24 @@ class Offer:
         return tensor.detach().to(self.device)
 
     @torch.no_grad()
-    def _from_source(self, index: int) -> torch.Tensor:
-        name = self.manifest.tensors[index].name
+    def _from_source(self, indices: Sequence[int]) -> Sequence[torch.Tensor]:
+        names = [self.manifest.tensors[index].name for index in indices]
+        shown = repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         try:
-            return self._source.read(index)
-        except (WeightSyncError, torch.OutOfMemoryError):
+            return self._source.read(indices)
+        except WeightSyncError:
             raise
-        except RuntimeError as exc:
-            if index not in self._run_of:
-                raise _unreadable(name, exc) from exc
-            raise TransportFailed(
-                f"{name!r} could not be gathered from the trainer's ranks: {str(exc)[:300]}",
-                hint="If a rank of the trainer died, start the trainer again; the engines serve what they had",
-                names=[name],
-            ) from exc
         except Exception as exc:
-            raise _unreadable(name, exc) from exc
+            if isinstance(exc, RuntimeError) and indices[0] in self._run_of:  # as torch's collectives do when a rank is gone
+                raise TransportFailed(
+                    f"{shown} could not be gathered from the trainer's ranks: {str(exc)[:300]}",
+                    hint="If a rank of the trainer died, start the trainer again; the engines serve what they had",
+                    names=names,
+                ) from exc
+            raise UpdateFailed(f"{shown} could not be read: {type(exc).__name__}: {exc}", names=names, retryable=False) from exc
 
     def _count(self, tensors: Iterable[torch.Tensor]) -> None:
         self.most_gathered = max(self.most_gathered, sum(tensor.nbytes for tensor in tensors))
-
-
-def _unreadable(name: str, exc: Exception) -> UpdateFailed:
-    return UpdateFailed(f"{name!r} could not be read: {type(exc).__name__}: {exc}", names=[name], retryable=False)
 
 
 def _settle(device: torch.device) -> None:
@@ -188,7 +184,7 @@ def offer(
     Args:
         device: where tensors travel from; where they are when None.
         members: the trainer's ranks that will take part; None when this process is alone.
-        bucket_bytes: the most that is gathered at once, where no tensor is larger.
+        bucket_bytes: the most that gathering takes at once, where no tensor is larger.
 
     Raises:
         ManifestRefused: it is empty, holds something else than dense tensors or shards that can be
@@ -254,15 +250,17 @@ class _Pairs:
     def specs(self) -> Sequence[SourceSpec]:
         return self._specs
 
-    def read(self, index: int) -> torch.Tensor:
-        value = self._values[index]
-        tensor = value.read() if isinstance(value, Lazy) else value
-        if not sharded.is_sharded(tensor):
-            return tensor
-        if not self._specs[index].collective and len(sharded.holders(tensor)) > 1:
-            name = self._specs[index].name
-            raise UpdateFailed(f"{name!r} turned out to be sharded", hint="Say Lazy(…, collective=True)", names=[name], retryable=False)
-        return sharded.gather(tensor)
+    def read(self, indices: Sequence[int]) -> Sequence[torch.Tensor]:
+        tensors = [value.read() if isinstance(value, Lazy) else value for value in map(self._values.__getitem__, indices)]
+        shards = [at for at, tensor in enumerate(tensors) if sharded.is_sharded(tensor)]
+        for at in shards:
+            spec = self._specs[indices[at]]
+            if not spec.collective and len(sharded.holders(tensors[at])) > 1:
+                hint = "Say Lazy(…, collective=True)"
+                raise UpdateFailed(f"{spec.name!r} turned out to be sharded", hint=hint, names=[spec.name], retryable=False)
+        for at, whole in zip(shards, sharded.gather([tensors[at] for at in shards]), strict=True):
+            tensors[at] = whole
+        return tensors
 
 
 def _pairs(source: Any) -> Iterable[tuple[str, Any]]:
