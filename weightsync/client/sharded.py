@@ -75,7 +75,7 @@ def require_members(name: Any, tensor: Any, members: Collection[int] | None) -> 
     Raises:
         ManifestRefused: they don't.
     """
-    ranks = holders(tensor)
+    ranks = sorted(tensor.device_mesh.mesh.flatten().tolist())
     if members is None:
         if len(ranks) > 1:
             raise ManifestRefused(f"{name!r} is sharded over ranks {ranks[:16]}", names=[str(name)], hint=GROUP_HINT)
@@ -150,8 +150,3 @@ def _gather_rows(tensors: list[Any], mesh: Any, dimension: int) -> list[torch.Te
         by_rank[:, start : start + room].reshape(-1)[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         for tensor, start, room in zip(tensors, starts, rooms, strict=False)
     ]
-
-
-def holders(tensor: Any) -> list[int]:
-    """Global ranks that hold a part."""
-    return sorted(tensor.device_mesh.mesh.flatten().tolist())

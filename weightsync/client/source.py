@@ -242,7 +242,7 @@ class _Pairs:
                 else:
                     _require_whole(name, value)
                 value = value.detach()
-                collective = sharded.is_sharded(value) and len(sharded.holders(value)) > 1
+                collective = sharded.is_sharded(value) and value.device_mesh.size() > 1
                 spec = SourceSpec(name, value.dtype, tuple(value.shape), sharded.device_of(value), collective)
             self._values.append(value)
             self._specs.append(spec)
@@ -255,7 +255,7 @@ class _Pairs:
         shards = [at for at, tensor in enumerate(tensors) if sharded.is_sharded(tensor)]
         for at in shards:
             spec = self._specs[indices[at]]
-            if not spec.collective and len(sharded.holders(tensors[at])) > 1:
+            if not spec.collective and tensors[at].device_mesh.size() > 1:
                 hint = "Say Lazy(…, collective=True)"
                 raise UpdateFailed(f"{spec.name!r} turned out to be sharded", hint=hint, names=[spec.name], retryable=False)
         for at, whole in zip(shards, sharded.gather([tensors[at] for at in shards]), strict=True):
