@@ -7,6 +7,7 @@ Not covered: NCCL between ranks (`tests/gpu`), and real engines (`test_fsdp2_exa
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from tests.peers import Peer
 from tests.service import Service, until
+from weightsync.client import ranks
 from weightsync.client.source import Lazy
 from weightsync.client.sync import WeightSync
 from weightsync.errors import DeadlineExceeded, ManifestRefused, Refused, TransportFailed, UpdateConflict, UpdateFailed, WeightSyncError
@@ -392,6 +394,22 @@ def test_an_update_that_the_service_ends_while_ranks_gather_ends_on_every_rank(p
 
 def sync_slowly(state: dict[str, Any]) -> None:
     state["sync"].sync_weights(state["model"], progress=lambda *_: time.sleep(0.5))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ManifestRefused("short", hint="h", names=["a"]),
+        ManifestRefused("x" * 9000, hint="h" * 9000, names=["n" * 500] * 20),
+        ManifestRefused("ы" * 9000, names=["ж" * 500] * 20),
+    ],
+    ids=["short", "long", "not ASCII"],
+)
+def test_an_error_of_any_length_fits_into_what_a_rank_says_of_itself(error: WeightSyncError) -> None:
+    said = ranks._packed({"call": "publish", "left": 1.0, "error": ranks._short(error.to_dict())})
+    assert said.nbytes == ranks._STATE_BYTES and said[-1] != 0
+    told = WeightSyncError.from_dict(json.loads(bytes(said.tolist()))["error"])
+    assert type(told) is ManifestRefused and told.message[:5] == error.message[:5]
 
 
 # --- harm ---------------------------------------------------------------------------------------------

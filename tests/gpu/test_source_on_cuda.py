@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from weightsync.client.source import offer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 GPU = torch.device("cuda", 0)
 
 

@@ -42,7 +42,7 @@ class Follower:
             TransportFailed: one is.
         """
         if self._part is not None:
-            self._part.end()
+            self._part.require_ended()
 
     def publish(self, offered: Offer, began: float, deadline: float) -> Published:
         """See `WeightSync.publish`; returns when this rank's tensors may change, where they are read before the commit."""
@@ -87,10 +87,12 @@ class _Part:
         self._offered = offered
         self._runs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._error: WeightSyncError | None = None
-        self._thread = threading.Thread(target=self._work, name="weightsync-gather", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def take(self, run: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="weightsync-gather", daemon=True)
+            self._thread.start()
         self._runs.put(run)
 
     def failed(self) -> WeightSyncError | None:
@@ -102,18 +104,21 @@ class _Part:
 
     def finish(self, deadline: float) -> None:
         """Wait for the last one."""
-        self.leave()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
+        if not self._ended(max(0.0, deadline - time.monotonic())):
             raise DeadlineExceeded("this rank's part in a gather did not end before the deadline", hint="See what its process group does")
         if self._error is not None:
             raise self._error
 
-    def end(self) -> None:
+    def require_ended(self) -> None:
+        """See `Follower.require_idle`."""
+        if not self._ended(1.0):
+            raise TransportFailed("the last update's tensors are still being read", hint="Start the trainer again", retryable=False)
+
+    def _ended(self, seconds: float) -> bool:
         self.leave()
-        self._thread.join(1.0)
-        if self._thread.is_alive():
-            raise TransportFailed("a gather of the last update still hangs", hint="Start the trainer again", retryable=False)
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def _work(self) -> None:
         if self._offered.device.type == "cuda":

@@ -121,7 +121,7 @@ class Ranks:
             state["made"] = describe(made)
         except Exception as exc:  # the others must hear of it before it is raised
             failed = exc
-            state["error"] = _short(exc, Refused)
+            state["error"] = _short(_as_data(exc, Refused))
         states = self._exchange(state, deadline)
         self._serial += 1
         self._ended, self._alarmed = False, None
@@ -150,6 +150,7 @@ class Ranks:
             TransportFailed: a rank is gone.
             WeightSyncError: what failed on another rank.
         """
+        self._require_touch()
         for place, (landed, _) in tuple(self._alarms.items()):
             if landed[-1]:
                 said = json.loads(bytes(landed.tolist()))
@@ -199,7 +200,7 @@ class Ranks:
             yield
         except BaseException as exc:
             with contextlib.suppress(WeightSyncError):  # who can't be told sees that this rank is gone
-                self.tell(Kind.ERROR, _short(exc, UpdateFailed), time.monotonic() + _PATIENCE_SECONDS)
+                self.tell(Kind.ERROR, _as_data(exc, UpdateFailed), time.monotonic() + _PATIENCE_SECONDS)
             raise
 
     # --- the others -----------------------------------------------------------------------------
@@ -252,8 +253,7 @@ class Ranks:
         what: str,
         failed: Callable[[], WeightSyncError | None] = lambda: None,
     ) -> None:
-        if self._broken is not None:
-            raise TransportFailed(f"the trainer's ranks have lost touch: {self._broken.message}", hint=_AGAIN, retryable=False)
+        self._require_touch()
         # Ends an operation that was left behind; a little later, so that the wait is the one to say why.
         options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + 0.1)
         patient_until = float("inf")
@@ -277,6 +277,10 @@ class Ranks:
             gone = self._gone()
             self._break(_lost(gone) if gone else TransportFailed(f"lost touch with the trainer's ranks: {str(exc)[:200]}", hint=_AGAIN))
 
+    def _require_touch(self) -> None:
+        if self._broken is not None:
+            raise TransportFailed(f"the trainer's ranks have lost touch: {self._broken.message}", hint=_AGAIN, retryable=False)
+
     def _gone(self) -> list[int]:
         """Ranks whose processes are known to be gone."""
         found = []
@@ -294,7 +298,7 @@ class Ranks:
 
     def _alarm(self, error: WeightSyncError) -> None:
         if self._alarmed is None:
-            said = _packed({"serial": self._serial, "error": _short(error, UpdateFailed)})
+            said = _packed({"serial": self._serial, "error": _short(error.to_dict())})
             self._alarmed = said, self._group.send([said], 0, _ALARM_TAG)
 
     def _break(self, error: WeightSyncError) -> NoReturn:
@@ -312,14 +316,16 @@ def _lost(gone: list[int]) -> TransportFailed:
     return TransportFailed(f"rank(s) {gone} of the trainer are gone", hint=_AGAIN, retryable=False)
 
 
-def _short(exc: BaseException, kind: type[WeightSyncError]) -> dict[str, Any]:
-    """An error as data that fits into what a rank says of itself; of this kind where it is not one of ours."""
-    if not isinstance(exc, WeightSyncError):
-        exc = kind(f"{type(exc).__name__}: {exc}")
-    data = exc.to_dict()
-    data["message"] = data["message"][:1000]
-    while data["names"] and len(json.dumps(data)) > _STATE_BYTES - 500:
-        data["names"].pop()
+def _as_data(exc: BaseException, kind: type[WeightSyncError]) -> dict[str, Any]:
+    """An error as data; of this kind where it is not one of ours."""
+    return (exc if isinstance(exc, WeightSyncError) else kind(f"{type(exc).__name__}: {exc}")).to_dict()
+
+
+def _short(data: dict[str, Any]) -> dict[str, Any]:
+    """An error's data, cut so that it fits into what a rank says of itself."""
+    while len(json.dumps(data)) > _STATE_BYTES - 500:
+        longest = max(("message", "hint"), key=lambda key: len(data[key]))
+        data = data | ({"names": data["names"][:-1]} if data["names"] else {longest: data[longest][: len(data[longest]) // 2] + "…"})
     return data
 
 
