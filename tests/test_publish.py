@@ -127,12 +127,11 @@ def test_publish_returns_while_tensors_are_still_to_be_made() -> None:
     source = {"w": Lazy(torch.float32, (3,), lambda: torch.ones(3) if go.wait(10) else torch.zeros(3))}
     with Service() as service, WeightSync(service.url, "token") as sync:
         published = sync.publish(source)
-        assert not published.tensors_read(0.05)
+        assert not published.tensors_read(0.3)
         go.set()
         report = sync.commit(published)
         assert torch.equal(service.held[report.version][0]["w"], torch.ones(3))
-        assert report.seconds["export"] > 0.04, "what making it took is told apart"
-        assert report.seconds["pack"] < 0.04 and report.seconds["broadcast"] < 10
+        assert report.seconds["export"] > 0.25 > report.seconds["pack"], "what making it took is told apart"
 
 
 def test_a_tensor_that_cannot_be_made_ends_the_update_and_the_next_one_goes_well() -> None:

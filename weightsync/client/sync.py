@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from weightsync.client.follower import Follower
+from weightsync.client.link import Link
 from weightsync.client.published import Published, failure
 from weightsync.client.ranks import Kind, Ranks
 from weightsync.client.sender import Progress, Sender
@@ -44,10 +45,9 @@ from weightsync.errors import (
 )
 from weightsync.protocol import Admission, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.results import SyncReport
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.local import place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
-_CONNECT_SECONDS = 30.0
 _WATCH_SECONDS = 0.5
 _WITHDRAW_SECONDS = 5.0
 
@@ -83,10 +83,10 @@ class WeightSync(View):
         group: Any = None,
     ) -> None:
         super().__init__(url, token)
-        self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
         self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
-        self._communicator: Communicator | None = None
+        self._link = Link(timeout_seconds, interface)
         self._published: Published | None = None
         self._sending: threading.Thread | None = None
         self._dtypes: dict[str, str] = {}  # as committed last
@@ -106,7 +106,7 @@ class WeightSync(View):
         with self._lock:
             if self._published is not None and self._follower is None:
                 self._give_up(self._published, "the trainer closed")
-            self._leave()
+            self._link.close()
         if self._ranks is not None:
             self._ranks.close()
         self._http.close()
@@ -284,6 +284,7 @@ class WeightSync(View):
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
+        listener = self._link.listener()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
             plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -300,6 +301,9 @@ class WeightSync(View):
                 nccl_version=nccl,
                 allow_nonfinite=allow_nonfinite,
                 rewind=rewind,
+                place=place_of(offered.device),
+                socket=listener.name if listener else "",
+                secret=listener.secret if listener else "",
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
@@ -309,10 +313,10 @@ class WeightSync(View):
         """Body of the sending thread."""
         start = time.monotonic()
         try:
-            communicator = self._connect(published.admission, offered.device)
+            channel = self._link.connect(published.admission.communicator, offered.device, published._cancelled.is_set)
             published._seconds["connect"] = time.monotonic() - start
             published._await_go()
-            sender.send(communicator, published._deadline, published._cancelled.is_set, lambda: self._all_read(published, offered))
+            sender.send(channel, published._deadline, published._cancelled.is_set, lambda: self._all_read(published, offered))
         except WeightSyncError as exc:
             published._error = exc
         except Exception as exc:  # the caller's progress callback, or a fault of ours: must reach commit()
@@ -321,27 +325,13 @@ class WeightSync(View):
         finally:
             published._seconds |= sender.seconds
             if published._error is not None:
-                self._leave()
+                self._link.leave()
             published._end(None)
 
     def _all_read(self, published: Published, offered: Offer) -> None:
         if self._ranks is not None and offered.runs:
             self._ranks.tell(Kind.READ, 0, published._deadline)
         published._has_read()
-
-    def _connect(self, admission: Admission, device: torch.device) -> Communicator:
-        held = self._communicator
-        if held is not None and held.open and held.info == admission.communicator:
-            return held
-        self._leave()
-        operation = max(self._timeout, _CONNECT_SECONDS)
-        self._communicator = Communicator(admission.communicator, 0, device, _CONNECT_SECONDS, operation, self._interface)
-        return self._communicator
-
-    def _leave(self) -> None:
-        held, self._communicator = self._communicator, None
-        if held is not None:
-            held.close()
 
     def _watch(self, published: Published, until: threading.Event) -> None:
         """Wait for the sending thread; leave the broadcast when the service has ended the update, or another rank is gone."""
@@ -370,7 +360,7 @@ class WeightSync(View):
         self._withdraw(published.update_id, reason, CONTROL_SECONDS)
         if self._published not in (None, published):
             return  # a later update of this trainer is using the communicator
-        self._leave()
+        self._link.leave()
         # It may commit yet, and the workers then keep a communicator that this side has left: be a new trainer to them.
         self._trainer_id = uuid.uuid4().hex
         if self._published is published:
@@ -379,7 +369,7 @@ class WeightSync(View):
     def _report(self, published: Published, status: UpdateStatus) -> SyncReport:
         self._published = None
         if status.state != UpdateState.COMMITTED:
-            self._leave()
+            self._link.leave()
             raise failure(status) from published._error
         self._dtypes = published._dtypes
         published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run
