@@ -19,7 +19,16 @@ from weightsync.errors import WeightSyncError
 
 # Forked from a process that has loaded what takes long and done nothing with it, so that tests don't wait for that every time.
 _QUICK = multiprocessing.get_context("forkserver")
-_QUICK.set_forkserver_preload(["torch", "hypothesis", "pytest", "weightsync.client.sync", "weightsync.worker.receiver"])
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "hypothesis",
+    "pytest",
+    "weightsync.client.sync",
+    "weightsync.worker.receiver",
+]
+_QUICK.set_forkserver_preload(_PRELOAD)
 # Its own interpreter from first to last: a forked one leaves by os._exit, without what a script does when it ends.
 _WHOLE = multiprocessing.get_context("spawn")
 

@@ -8,15 +8,24 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from weightsync.client.http import Http
-from weightsync.client.source import offer
-from weightsync.errors import ConfigError, DeadlineExceeded, ManifestRefused, ServiceUnreachable, UpdateConflict, WeightSyncError
+from weightsync.client.source import Lazy, Offer, SourceSpec, offer, require_same_dtypes
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ManifestRefused,
+    ServiceUnreachable,
+    UpdateConflict,
+    UpdateFailed,
+    WeightSyncError,
+)
 from weightsync.protocol import DTYPE_BYTES
 
 # --- what can be offered ------------------------------------------------------------------------
@@ -39,6 +48,10 @@ def names(source: Any) -> list[str]:
     return [spec.name for spec in offer(source).manifest.tensors]
 
 
+def read_all(offered: Offer) -> list[torch.Tensor]:
+    return [offered.read(index) for index in range(len(offered.manifest.tensors))]
+
+
 def test_a_module_offers_parameters_once_and_persistent_buffers() -> None:
     model = Model()
     assert names(model) == [
@@ -51,8 +64,9 @@ def test_a_module_offers_parameters_once_and_persistent_buffers() -> None:
         "norm.num_batches_tracked",
     ]
     offered = offer(model)
-    assert offered.tensors[0].data_ptr() == model.embed.weight.data_ptr()
-    assert not any(tensor.requires_grad for tensor in offered.tensors)
+    tensors = read_all(offered)
+    assert tensors[0].data_ptr() == model.embed.weight.data_ptr()
+    assert not any(tensor.requires_grad for tensor in tensors)
     assert offered.transport == "gloo"
 
 
@@ -77,7 +91,7 @@ def test_a_mapping_and_any_iterable_of_pairs_will_do(make: Callable[[dict[str, t
     tensors = {"b": torch.ones(2), "a": torch.zeros(3)}
     offered = offer(make(tensors))
     assert [spec.name for spec in offered.manifest.tensors] == ["b", "a"], "in the order given"
-    assert [t.data_ptr() for t in offered.tensors] == [t.data_ptr() for t in tensors.values()]
+    assert [t.data_ptr() for t in read_all(offered)] == [t.data_ptr() for t in tensors.values()]
 
 
 def test_named_parameters_will_do() -> None:
@@ -93,18 +107,28 @@ def test_an_error_of_the_callers_own_iterator_passes_unchanged() -> None:
         offer(pairs())
 
 
-class ShardedLookalike(torch.Tensor):
-    """As FSDP's DTensor shows itself."""
+def partitioned_by_zero3() -> torch.nn.Parameter:
+    """As DeepSpeed leaves a parameter outside its `GatheredParameters`."""
+    parameter = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = torch.ones(2), 4, torch.Size([4])  # type: ignore[attr-defined]
+    return parameter
 
-    def full_tensor(self) -> torch.Tensor:
-        return torch.ones(4)
+
+def flat_of_fsdp1() -> Any:
+    from torch.distributed.fsdp._flat_param import FlatParameter
+
+    flat = torch.nn.Parameter(torch.ones(12))
+    flat._is_flat_param = True  # type: ignore[attr-defined]
+    assert isinstance(flat, FlatParameter), "this is how torch tells them"
+    return flat
 
 
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
         (torch.eye(3).to_sparse(), "sparse_coo"),
-        (torch.ones(2).as_subclass(ShardedLookalike), r"sharded \(ShardedLookalike\)"),
+        (partitioned_by_zero3(), "partitioned by DeepSpeed ZeRO-3"),
+        (flat_of_fsdp1(), "FlatParameter: FSDP1"),
         (torch.empty(2, device="meta"), "device meta"),
         (torch.zeros(2, dtype=torch.complex64), "complex64"),
         (torch.zeros(2, dtype=torch.uint16), "uint16"),
@@ -161,6 +185,159 @@ def test_what_is_no_source_at_all_is_refused_by_its_type(source: Any) -> None:
 def test_an_empty_model_is_refused(source: Any) -> None:
     with pytest.raises(ManifestRefused, match="empty"):
         offer(source)
+
+
+def test_a_parameter_that_zero3_has_gathered_is_taken_as_it_is() -> None:
+    parameter = partitioned_by_zero3()
+    parameter.data = torch.arange(4.0)
+    assert torch.equal(offer({"w": parameter}).read(0), torch.arange(4.0))
+
+
+def test_a_module_wrapped_by_fsdp1_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 3), use_orig_params=True, device_id=torch.device("cpu")))
+        with pytest.raises(ManifestRefused, match="module '0' is wrapped by FSDP1") as caught:
+            offer(wrapped)
+    finally:
+        dist.destroy_process_group()
+    assert "get_model_state_dict" in caught.value.hint
+
+
+# --- what is made when it is its turn -----------------------------------------------------------
+
+
+def test_what_is_lazy_is_made_once_when_it_is_read_and_not_before() -> None:
+    made: list[str] = []
+
+    def lazy(name: str) -> Lazy:
+        return Lazy(torch.bfloat16, (2,), lambda: made.append(name) or torch.ones(2, dtype=torch.bfloat16))  # type: ignore[func-returns-value]
+
+    offered = offer({"a": lazy("a"), "b": torch.zeros(1), "c": lazy("c")})
+    first = offered.manifest.tensors[0]
+    assert (first.name, first.dtype, first.shape) == ("a", "bfloat16", (2,)) and made == []
+    offered.read(0)
+    assert made == ["a"]
+    offered.read(1)
+    offered.read(2)
+    assert made == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda: {}["lost"], "'w' could not be read: KeyError: 'lost'"),
+        (lambda: torch.ones(2) @ torch.ones(3), "'w' could not be read: RuntimeError"),
+        (lambda: None, "'w' is NoneType, want a tensor"),
+        (lambda: torch.eye(2).to_sparse(), "'w' has layout"),
+    ],
+)
+def test_what_a_lazy_tensor_does_wrong_ends_the_update_by_name(read: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UpdateFailed, match=words) as caught:
+        offer({"w": Lazy(torch.float32, (2,), read)}).read(0)
+    assert caught.value.names == ("w",) and not caught.value.retryable
+
+
+class Source:
+    """A source of one's own."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def specs(self) -> list[SourceSpec]:
+        sizes = (10, 20, 5, 100, 10, 10, 10)
+        return [SourceSpec(f"w{at}", torch.uint8, (size,), collective=at != 4) for at, size in enumerate(sizes)]
+
+    def read(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        self.asked += indices
+        return [torch.full(self.specs()[index].shape, index, dtype=torch.uint8) for index in indices]
+
+
+def test_what_ranks_read_together_is_read_in_runs_of_at_most_half_a_bucket_each_announced_before() -> None:
+    source, told = Source(), list[tuple[int, int]]()
+    offered = offer(source, bucket_bytes=64, members=[0])
+    assert offered.runs == ((0, 1), (2,), (3,), (5, 6)), "a larger tensor alone; what is not collective lies between"
+    offered.go = lambda run: told.append((run, len(source.asked)))
+    assert [int(tensor[0]) for tensor in read_all(offered)] == list(range(7))
+    assert source.asked == list(range(7))
+    assert told == [(0, 0), (1, 2), (2, 3), (3, 5)]
+    assert offered.most_gathered == 100
+
+
+def test_nothing_of_a_run_is_read_when_the_update_has_ended() -> None:
+    source = Source()
+    offered = offer(source, members=[0])
+
+    def over(_: int) -> None:
+        raise UpdateConflict("it has ended")
+
+    offered.go = over
+    with pytest.raises(UpdateConflict):
+        offered.read(0)
+    assert source.asked == []
+
+
+def test_the_fingerprint_tells_names_dtypes_shapes_and_what_is_read_together_apart() -> None:
+    def one(name: str = "a", dtype: torch.dtype = torch.float32, size: int = 2, collective: bool = False) -> str:
+        return offer({name: Lazy(dtype, (size,), lambda: torch.ones(1), collective=collective)}).fingerprint
+
+    assert one() == one()
+    assert len({one(), one("b"), one(dtype=torch.int32), one(size=3), one(collective=True)}) == 5
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def on(device: str) -> Lazy:
+    return Lazy(torch.float32, (2,), lambda: torch.arange(2.0), torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("source", "device", "expected", "transport"),
+    [
+        ({"a": on("cpu")}, None, "cpu", "gloo"),
+        ({"a": on("cpu"), "b": on("cuda:1")}, None, "cuda:1", "nccl"),
+        ({"a": on("cpu")}, "cuda:0", "cuda:0", "nccl"),
+        ({"a": on("cuda:0"), "b": on("cuda:1")}, "cuda:1", "cuda:1", "nccl"),
+        ({"a": on("cuda:0"), "b": on("cuda:1")}, "cpu", "cpu", "gloo"),
+    ],
+)
+def test_tensors_travel_from_the_one_gpu_that_has_some_or_from_where_it_is_said(
+    source: Any, device: str | None, expected: str, transport: str
+) -> None:
+    offered = offer(source, None if device is None else torch.device(device))
+    assert (str(offered.device), offered.transport) == (expected, transport)
+
+
+def test_tensors_on_several_gpus_are_refused_until_one_is_named() -> None:
+    with pytest.raises(ManifestRefused, match="several devices: 'b' on cuda:0, 'c' on cuda:1") as caught:
+        offer({"a": on("cpu"), "b": on("cuda:0"), "c": on("cuda:1")})
+    assert "device=" in caught.value.hint
+
+
+def test_a_tensor_elsewhere_is_moved_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.device] = []
+    stock = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or stock(self, "cpu"))  # type: ignore[func-returns-value]
+    offered = offer({"a": torch.ones(2), "b": torch.ones(3)}, torch.device("cuda:0"))
+    assert moved == []
+    offered.read(0)
+    assert moved == [torch.device("cuda:0")]
+
+
+# --- dtypes from update to update -----------------------------------------------------------------
+
+
+def test_a_dtype_that_is_another_than_in_the_last_update_is_refused_with_both() -> None:
+    manifest = offer({"a": torch.ones(1), "b": torch.ones(1), "new": torch.ones(1)}).manifest
+    require_same_dtypes(manifest, {})
+    require_same_dtypes(manifest, {"a": "float32", "b": "float32", "gone": "int8"})
+    with pytest.raises(ManifestRefused, match=r"^1 tensor\(s\) .*: b is float32, was bfloat16") as caught:
+        require_same_dtypes(manifest, {"a": "float32", "b": "bfloat16"})
+    assert caught.value.names == ("b",)
 
 
 # --- a service that misbehaves ------------------------------------------------------------------

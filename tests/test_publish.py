@@ -1,10 +1,11 @@
-"""What a trainer leaves behind when the beginning of an update fails, and what a push passes on. Without a service.
+"""One trainer's calls: when its parameters may change, what it leaves behind when an update fails, what a push passes on.
 
-Not covered: what the service does with it (`test_controller.py`).
+Not covered: what the service does with it (`test_controller.py`), trainers of several ranks (`test_ranks.py`).
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.service import Service
 from weightsync import SyncReport, WeightSync, cli
-from weightsync.errors import DeadlineExceeded, ServiceUnreachable, UpdateConflict, WeightSyncError
+from weightsync.client.source import Lazy
+from weightsync.errors import (
+    DeadlineExceeded,
+    ManifestRefused,
+    ServiceUnreachable,
+    UpdateConflict,
+    UpdateFailed,
+    WeightSyncError,
+)
+
+BUCKET = 8192
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded, ServiceUnreachable])
@@ -64,3 +76,92 @@ def test_a_push_passes_its_flags_on(flags: list[str], expected: tuple[bool, bool
     monkeypatch.setattr(cli, "_client", lambda _: Client())
     assert cli.main(["push", str(tmp_path), *flags]) == 0
     assert (asked["rewind"], asked["allow_nonfinite"]) == expected
+
+
+# --- when parameters may change -------------------------------------------------------------------
+
+
+def test_what_changes_once_tensors_are_read_never_reaches_the_engines() -> None:
+    """Twenty updates; behind each `tensors_read` every parameter is overwritten at once, while bytes are still on their way."""
+    parameters = {f"w{at}": torch.zeros(1500 + 7 * at) for at in range(8)}
+    on_their_way = 0
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as sync:
+        for version in range(1, 21):
+            for tensor in parameters.values():
+                tensor.fill_(version)
+            published = sync.publish(parameters)
+            assert published.tensors_read(10.0)
+            for tensor in parameters.values():
+                tensor.fill_(-1)
+            on_their_way += not published._done.is_set()
+            assert sync.commit(published).version == version
+            for held in service.held[version]:
+                assert {name: set(tensor.tolist()) for name, tensor in held.items()} == {name: {float(version)} for name in parameters}
+    assert on_their_way > 0, "or nothing was put to the test"
+
+
+def test_what_changes_before_tensors_are_read_may_reach_the_engines() -> None:
+    """As it is documented: in the last bucket here, which waits for the first to have been sent."""
+    weight, sent = torch.zeros(5 * BUCKET // 4), threading.Event()
+    changed = threading.Event()
+
+    def progress(*_: int) -> None:
+        if not sent.is_set():
+            sent.set()
+            assert changed.wait(10)
+
+    with Service() as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as sync:
+        published = sync.publish({"w": weight}, progress=progress)
+        assert sent.wait(10)
+        assert not published.tensors_read(0.0)
+        weight.fill_(1)
+        changed.set()
+        report = sync.commit(published)
+        assert published.tensors_read(0.0)
+        (held,) = service.held[report.version]
+    assert held["w"][0] == 0 and held["w"][-1] == 1
+
+
+def test_publish_returns_while_tensors_are_still_to_be_made() -> None:
+    go = threading.Event()
+    source = {"w": Lazy(torch.float32, (3,), lambda: torch.ones(3) if go.wait(10) else torch.zeros(3))}
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        published = sync.publish(source)
+        assert not published.tensors_read(0.3)
+        go.set()
+        report = sync.commit(published)
+        assert torch.equal(service.held[report.version][0]["w"], torch.ones(3))
+        assert report.seconds["export"] > 0.25 > report.seconds["pack"], "what making it took is told apart"
+
+
+def test_a_tensor_that_cannot_be_made_ends_the_update_and_the_next_one_goes_well() -> None:
+    def fails() -> torch.Tensor:
+        raise KeyError("no adapter of that name")
+
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        with pytest.raises(UpdateFailed, match="'w' could not be read: KeyError: 'no adapter of that name'"):
+            sync.sync_weights({"w": Lazy(torch.float32, (3,), fails)})
+        assert service.latest().state.final and not service.held
+        with pytest.raises(ManifestRefused, match=r"'w' was offered as float32 \(3,\) and is torch.float64 \(4,\) now"):
+            sync.sync_weights({"w": Lazy(torch.float32, (3,), lambda: torch.ones(4, dtype=torch.float64))})
+        sync.sync_weights({"w": torch.ones(3)})
+
+
+def test_a_dtype_that_changed_since_the_last_update_that_was_committed_is_refused() -> None:
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        sync.sync_weights({"w": torch.ones(3)})
+        with pytest.raises(ManifestRefused, match="w is bfloat16, was float32") as caught:
+            sync.sync_weights({"w": torch.ones(3, dtype=torch.bfloat16)})
+        assert caught.value.names == ("w",) and len(service.updates) == 1, "the service was not even asked"
+        sync.sync_weights({"w": torch.ones(3)})
+        with WeightSync(service.url, "token") as meant:
+            meant.sync_weights({"w": torch.ones(3, dtype=torch.bfloat16)})
+
+
+def test_a_dtype_of_an_update_that_failed_is_not_remembered() -> None:
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        service.refuse = UpdateConflict("another one is under way")
+        with pytest.raises(UpdateConflict):
+            sync.sync_weights({"w": torch.ones(3)})
+        service.refuse = None
+        sync.sync_weights({"w": torch.ones(3, dtype=torch.bfloat16)})

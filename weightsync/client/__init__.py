@@ -1,9 +1,11 @@
 """The trainer's process: torch and httpx, nothing heavier, and no vLLM.
 
-`WeightSync` is all that a trainer needs.
+`WeightSync` is all that a trainer needs. One whose tensors have to be made when they are sent gives `Lazy`
+ones, or a `TensorSource` of its own.
 """
 
 from weightsync.client.published import Published
+from weightsync.client.source import Lazy, SourceSpec, TensorSource
 from weightsync.client.sync import WeightSync
 
-__all__ = ["Published", "WeightSync"]
+__all__ = ["Lazy", "Published", "SourceSpec", "TensorSource", "WeightSync"]

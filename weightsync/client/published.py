@@ -8,8 +8,11 @@ from __future__ import annotations
 import threading
 import time
 
-from weightsync.errors import WeightSyncError
-from weightsync.protocol import Admission, UpdateRequest
+from weightsync.errors import Aborted, UpdateFailed, WeightSyncError
+from weightsync.protocol import Admission, UpdateStatus
+from weightsync.results import SyncReport
+
+_TICK_SECONDS = 0.5
 
 
 class Published:
@@ -19,11 +22,11 @@ class Published:
         admission: what the service answered.
     """
 
-    def __init__(self, admission: Admission, request: UpdateRequest, began: float) -> None:
+    def __init__(self, admission: Admission, began: float, deadline: float) -> None:
         self.admission = admission
-        self._request = request
-        self._began = began
-        self._deadline = began + request.timeout_seconds
+        self._began, self._deadline = began, deadline  # `time.monotonic()` values
+        self._dtypes: dict[str, str] = {}
+        self._go = threading.Event()  # tensors may be read
         self._read = threading.Event()  # every tensor has been read, or never will be
         self._all_read = False
         self._done = threading.Event()
@@ -42,6 +45,8 @@ class Published:
     def tensors_read(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every tensor has been read, so that the parameters may change.
 
+        What is changed before that may reach the engines, in part even; what is changed behind it never does.
+
         Returns:
             False when `timeout_seconds` passed first.
 
@@ -57,3 +62,38 @@ class Published:
     def _has_read(self) -> None:
         self._all_read = True
         self._read.set()
+
+    def _await_go(self) -> None:
+        """Wait until tensors may be read; for the sending thread."""
+        while not self._go.wait(_TICK_SECONDS):
+            if self._cancelled.is_set() or time.monotonic() > self._deadline:
+                raise Aborted("the update was given up before its commit")
+
+    def _end(self, error: WeightSyncError | None) -> None:
+        self._error = self._error or error
+        self._read.set()
+        self._done.set()
+
+    def _report(self, status: UpdateStatus) -> SyncReport:
+        return SyncReport(
+            update_id=status.update_id,
+            version=status.version,
+            nbytes=status.nbytes,
+            tensors=status.tensors,
+            seconds={**status.seconds, **self._seconds, "total": time.monotonic() - self._began},
+            pause_seconds=max((v.pause_seconds for v in status.verdicts), default=0.0),
+            verdicts=status.verdicts,
+        )
+
+
+def failure(status: UpdateStatus) -> WeightSyncError:
+    """What an update's status says went wrong, with every engine's state."""
+    error = WeightSyncError.from_dict(status.error) if status.error else UpdateFailed("the update did not commit")
+    if status.verdicts:
+        states = ", ".join(
+            f"engine {v.engine} {v.state}" + ("" if v.version is None else f" with version {v.version}") for v in status.verdicts
+        )
+        error.message = f"{error.message} ({states})"
+        error.args = (error.message,)
+    error.update_id = status.update_id
+    return error

@@ -8,7 +8,10 @@ on serving, and `Published.tensors_read()` says when the parameters may change.
 Every call ends within its deadline. Whatever fails before the commit leaves
 engines serving the version they had.
 
-Not covered: several trainer ranks that send at once; let rank 0 gather and send.
+A trainer of several ranks gives its process group, and calls everything on every rank: the
+first talks to the service and sends, the others take part in gathers (`client/ranks.py`).
+
+Not covered: several ranks that send at once.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from weightsync.client.http import Http
-from weightsync.client.published import Published
-from weightsync.client.rollouts import Rollouts
+from weightsync.client.follower import Follower
+from weightsync.client.link import Link
+from weightsync.client.published import Published, failure
+from weightsync.client.ranks import Kind, Ranks
 from weightsync.client.sender import Progress, Sender
-from weightsync.client.source import Offer, Source, offer
+from weightsync.client.source import Offer, Source, offer, require_same_dtypes
+from weightsync.client.view import CONTROL_SECONDS, View
 from weightsync.codec import decode, encode
 from weightsync.errors import (
     Aborted,
@@ -37,22 +41,18 @@ from weightsync.errors import (
     Refused,
     ServiceUnreachable,
     TransportFailed,
-    UpdateFailed,
     WeightSyncError,
 )
-from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
-from weightsync.results import Generation, SyncReport
-from weightsync.transport.fanout import Channel, join
-from weightsync.transport.local import Listener, place_of
+from weightsync.protocol import Admission, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.results import SyncReport
+from weightsync.transport.local import place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
-_CONTROL_SECONDS = 30.0
-_CONNECT_SECONDS = 30.0
 _WATCH_SECONDS = 0.5
 _WITHDRAW_SECONDS = 5.0
 
 
-class WeightSync:
+class WeightSync(View):
     """A trainer's connection to one service. Thread safe; one update at a time.
 
     Args:
@@ -63,6 +63,11 @@ class WeightSync:
         interface: network interface for gloo; torch chooses when empty.
         allow_nonfinite: send NaN and infinity, and what becomes infinity in the engine's dtype; else such an
             update fails with `BadValues` before an engine is touched.
+        device: where tensors travel from, each moved there when it is its turn; where they are when None. A fleet on
+            GPUs is reached by NCCL from a GPU: say which one when the weights are in host memory.
+        group: process group or device mesh of all ranks of a trainer that has several. Then making this, closing it and
+            every call that brings weights is for all ranks together, in the same order, like a collective; what is
+            passed beside the weights counts on the first rank.
     """
 
     def __init__(
@@ -74,15 +79,20 @@ class WeightSync:
         timeout_seconds: float = 300.0,
         interface: str = "",
         allow_nonfinite: bool = False,
+        device: torch.device | str | None = None,
+        group: Any = None,
     ) -> None:
-        self._http = Http(url, token)
-        self._rollouts = Rollouts(self._http, self.engines)
-        self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
+        super().__init__(url, token)
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
         self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
-        self._communicator: Channel | None = None
-        self._listener: Listener | None = None
+        self._link = Link(timeout_seconds, interface)
         self._published: Published | None = None
+        self._sending: threading.Thread | None = None
+        self._dtypes: dict[str, str] = {}  # as committed last
+        self._device = None if device is None else torch.device(device)
+        self._ranks = None if group is None else Ranks(group)
+        self._follower = None if self._ranks is None or self._ranks.leads else Follower(self._ranks)
         self._lock = threading.Lock()
 
     def __enter__(self) -> WeightSync:
@@ -94,11 +104,11 @@ class WeightSync:
     def close(self) -> None:
         """Abort what has not been committed, leave the communicator, close connections."""
         with self._lock:
-            if self._published is not None:
+            if self._published is not None and self._follower is None:
                 self._give_up(self._published, "the trainer closed")
-            self._leave()
-            if self._listener is not None:
-                self._listener.close()
+            self._link.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._http.close()
 
     # --- weights -------------------------------------------------------------------------------
@@ -116,8 +126,9 @@ class WeightSync:
         """Bring every engine to these weights: `publish`, then `commit`.
 
         Args:
-            source: a module, a mapping, or (name, tensor) pairs; names, shapes and dtypes as in the
-                checkpoint that the engines were started from.
+            source: a module, a mapping, or (name, tensor) pairs, in which a `Lazy` may stand for a tensor and shards are
+                gathered; or a `TensorSource`. Names, shapes and dtypes as in the checkpoint that the engines
+                were started from.
             version: must rise; one above the fleet's when None.
             timeout_seconds: deadline of the whole call.
             progress: called with (bytes sent, bytes in all) behind each bucket.
@@ -145,31 +156,33 @@ class WeightSync:
         allow_nonfinite: bool | None = None,
         rewind: bool = False,
     ) -> Published:
-        """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
+        """Have an update admitted and start sending it. Arguments as in `sync_weights`.
+
+        Returns at once; where ranks gather, when every tensor has been read, for their gathers go through the trainer's own
+        process groups, in which nothing else may run meanwhile. (Engines that stage nothing read only
+        while `commit` runs, so that the gathers do, too.)
 
         Raises:
             Refused, ServiceUnreachable, AuthError, DeadlineExceeded: nothing was changed.
+            TransportFailed: a rank of the trainer is gone.
         """
         began = time.monotonic()
-        offered = offer(source)
-        with self._lock:
-            if self._published is not None and not self._published._done.is_set():
-                raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
-            timeout = self._timeout if timeout_seconds is None else timeout_seconds
-            allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
-            request, plan = self._request(offered, version, timeout, allow, rewind)
-            seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
-            try:
-                answer = self._http.post("/v1/updates", encode(request), seconds)
-            except (DeadlineExceeded, ServiceUnreachable):
-                self._withdraw(request.update_id, "the trainer got no answer", _WITHDRAW_SECONDS)  # it may be under way all the same
-                raise
-            published = Published(decode(Admission, answer), request, began)
-            published._seconds["admit"] = time.monotonic() - began
-            self._published = published
-        sender = Sender(offered, plan, progress)
-        threading.Thread(target=self._send, args=(published, offered, sender), name="weightsync-send", daemon=True).start()
-        return published
+        deadline = began + (self._timeout if timeout_seconds is None else timeout_seconds)
+
+        def make() -> Offer:
+            self._require_idle()
+            members = None if self._ranks is None else self._ranks.members
+            return offer(source, self._device, members, self._bucket_bytes)
+
+        options = {"version": version, "allow_nonfinite": allow_nonfinite, "rewind": rewind}
+        if self._ranks is None:
+            return self._publish(make(), progress, began, deadline, **options)
+        offered, deadline = self._ranks.agree("publish", make, lambda made: made.fingerprint, deadline)
+        if self._follower is not None:
+            self._published = self._follower.publish(offered, began, deadline)
+            return self._published
+        with self._ranks.telling():
+            return self._publish(offered, progress, began, deadline, **options)
 
     def commit(self, published: Published | None = None) -> SyncReport:
         """Apply the published update everywhere and report. Arguments, errors: see `sync_weights`.
@@ -177,15 +190,87 @@ class WeightSync:
         Args:
             published: from `publish`; the last one when None.
         """
-        published = published or self._published
-        if published is None:
-            raise Refused("nothing has been published", hint="Call publish() first")
+        last = published or self._published
+
+        def make() -> Published:
+            if last is None:
+                raise Refused("nothing has been published", hint="Call publish() first")
+            return last
+
+        if self._ranks is None:
+            return self._commit(make())
+        deadline = time.monotonic() + self._timeout if last is None else last._deadline
+        agreed, deadline = self._ranks.agree("commit", make, lambda made: made.update_id, deadline)
+        if self._follower is not None:
+            self._published = None
+            return self._follower.commit(agreed, deadline)
+        with self._ranks.telling():
+            report = self._commit(agreed)
+        with contextlib.suppress(WeightSyncError):  # a rank that is gone changes nothing about what was committed
+            self._ranks.tell(Kind.REPORT, encode(report), deadline)
+        return report
+
+    # --- the rank that sends ---------------------------------------------------------------------
+
+    def _require_idle(self) -> None:
+        """See that no gather of an update that was given up is still running."""
+        if self._follower is not None:
+            self._follower.require_idle()
+        elif self._ranks is not None and self._published is None and self._sending is not None:
+            self._sending.join(1.0)
+            if self._sending.is_alive():
+                raise TransportFailed("the last update's tensors are still being read", hint="Start the trainer again", retryable=False)
+
+    def _publish(self, offered: Offer, progress: Progress | None, began: float, deadline: float, **options: Any) -> Published:
+        with self._lock:
+            published, plan = self._admit(offered, began, deadline, **options)
+        sender = Sender(offered, plan, progress)
+        ranks = self._ranks
+        # Gathers go on only while every rank is in a call of ours.
+        together = ranks is not None and bool(offered.runs)
+        staged = published.admission.staged
+        try:
+            if ranks is not None:
+                ranks.tell(Kind.ADMITTED, encode(published.admission), deadline)
+                offered.go = lambda run: ranks.tell(Kind.GATHER, run, deadline)
+            if staged or not together:
+                published._go.set()
+            self._sending = threading.Thread(target=self._send, args=(published, offered, sender), name="weightsync-send", daemon=True)
+            self._sending.start()
+            if staged and together:
+                self._watch(published, published._read)
+        except WeightSyncError as exc:
+            self._give_up(published, exc.message)
+            raise
+        return published
+
+    def _admit(
+        self, offered: Offer, began: float, deadline: float, version: int | None, allow_nonfinite: bool | None, rewind: bool
+    ) -> tuple[Published, BucketPlan]:
+        if self._published is not None and not self._published._done.is_set():
+            raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
+        require_same_dtypes(offered.manifest, self._dtypes)
+        allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
+        request, plan = self._request(offered, version, deadline - time.monotonic(), allow, rewind)
+        seconds = min(4 * CONTROL_SECONDS, request.timeout_seconds + CONTROL_SECONDS)
+        try:
+            answer = self._http.post("/v1/updates", encode(request), seconds)
+        except (DeadlineExceeded, ServiceUnreachable):
+            self._withdraw(request.update_id, "the trainer got no answer", _WITHDRAW_SECONDS)  # it may be under way all the same
+            raise
+        self._published = published = Published(decode(Admission, answer), began, deadline)
+        published._seconds["admit"] = time.monotonic() - began
+        published._dtypes = {spec.name: spec.dtype for spec in offered.manifest.tensors}
+        return published, plan
+
+    def _commit(self, published: Published) -> SyncReport:
+        published._go.set()
         try:
             if published.admission.staged:  # else the bytes go on only when the engines apply them
-                self._watch(published)
+                self._watch(published, published._done)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
-            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _CONTROL_SECONDS)
+            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + CONTROL_SECONDS)
             published._seconds["commit"] = time.monotonic() - start
         except WeightSyncError as exc:
             self._give_up(published, exc.message)
@@ -199,7 +284,7 @@ class WeightSync:
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
-        listener = self._listen()
+        listener = self._link.listener()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
             plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -228,9 +313,10 @@ class WeightSync:
         """Body of the sending thread."""
         start = time.monotonic()
         try:
-            communicator = self._connect(published, offered.device)
+            channel = self._link.connect(published.admission.communicator, offered.device, published._cancelled.is_set)
             published._seconds["connect"] = time.monotonic() - start
-            sender.send(communicator, published._deadline, published._cancelled.is_set, published._has_read)
+            published._await_go()
+            sender.send(channel, published._deadline, published._cancelled.is_set, lambda: self._all_read(published, offered))
         except WeightSyncError as exc:
             published._error = exc
         except Exception as exc:  # the caller's progress callback, or a fault of ours: must reach commit()
@@ -239,36 +325,17 @@ class WeightSync:
         finally:
             published._seconds |= sender.seconds
             if published._error is not None:
-                self._leave()
-            published._read.set()
-            published._done.set()
+                self._link.leave()
+            published._end(None)
 
-    def _listen(self) -> Listener | None:
-        """Where workers of this host come to; None where the system has no such sockets: they are reached as others are."""
-        if self._listener is None:
-            with contextlib.suppress(TransportFailed):
-                self._listener = Listener()
-        return self._listener
+    def _all_read(self, published: Published, offered: Offer) -> None:
+        if self._ranks is not None and offered.runs:
+            self._ranks.tell(Kind.READ, 0, published._deadline)
+        published._has_read()
 
-    def _connect(self, published: Published, device: torch.device) -> Channel:
-        info, held = published.admission.communicator, self._communicator
-        if held is not None and held.open and held.info == info:
-            return held
-        self._leave()
-        operation = max(self._timeout, _CONNECT_SECONDS)
-        self._communicator = join(
-            info, device, self._listener, _CONNECT_SECONDS, operation, self._interface, cancelled=published._cancelled.is_set
-        )
-        return self._communicator
-
-    def _leave(self) -> None:
-        held, self._communicator = self._communicator, None
-        if held is not None:
-            held.close()
-
-    def _watch(self, published: Published) -> None:
-        """Wait for the sending thread; leave the broadcast when the service has ended the update."""
-        while not published._done.wait(_WATCH_SECONDS):
+    def _watch(self, published: Published, until: threading.Event) -> None:
+        """Wait for the sending thread; leave the broadcast when the service has ended the update, or another rank is gone."""
+        while not until.wait(_WATCH_SECONDS):
             if time.monotonic() > published._deadline:
                 published._cancelled.set()
                 raise DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
@@ -276,6 +343,8 @@ class WeightSync:
                 published._cancelled.set()
                 published._done.wait(5.0)
                 raise ended
+            if self._ranks is not None and not published._read.is_set():
+                self._ranks.require_all()
         if published._error is not None:
             # The engines' own word says more than a broken broadcast does.
             if (
@@ -285,104 +354,23 @@ class WeightSync:
                 raise ended from published._error
             raise published._error
 
-    def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:
-        """The error with which the service ended an update, if it did; looks again for `wait` seconds."""
-        until = time.monotonic() + wait
-        while True:
-            try:
-                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", 5.0))
-            except WeightSyncError:
-                return None
-            if status.state.final:
-                return WeightSyncError.from_dict(status.error) if status.error else None
-            if time.monotonic() >= until:
-                return None
-            time.sleep(0.1)
-
     def _give_up(self, published: Published, reason: str) -> None:
         """Tell the service that this update ends; it may know already."""
         published._cancelled.set()
-        self._withdraw(published.update_id, reason, _CONTROL_SECONDS)
+        self._withdraw(published.update_id, reason, CONTROL_SECONDS)
         if self._published not in (None, published):
             return  # a later update of this trainer is using the communicator
-        self._leave()
+        self._link.leave()
         # It may commit yet, and the workers then keep a communicator that this side has left: be a new trainer to them.
         self._trainer_id = uuid.uuid4().hex
         if self._published is published:
             self._published = None
 
-    def _withdraw(self, update_id: str, reason: str, seconds: float) -> None:
-        with contextlib.suppress(WeightSyncError):  # ended, being applied, or unreachable: then its own deadline ends it
-            self._http.post(f"/v1/updates/{update_id}/abort", {"reason": reason[:300]}, seconds)
-
     def _report(self, published: Published, status: UpdateStatus) -> SyncReport:
         self._published = None
         if status.state != UpdateState.COMMITTED:
-            self._leave()
-            raise _failure(status) from published._error
-        published._done.wait(_CONTROL_SECONDS)  # what was not staged may have its last callback still to run
-        seconds = {**status.seconds, **published._seconds, "total": time.monotonic() - published._began}
-        return SyncReport(
-            update_id=status.update_id,
-            version=status.version,
-            nbytes=status.nbytes,
-            tensors=status.tensors,
-            seconds=seconds,
-            pause_seconds=max((v.pause_seconds for v in status.verdicts), default=0.0),
-            verdicts=status.verdicts,
-        )
-
-    # --- rollouts and state --------------------------------------------------------------------
-
-    def generate(
-        self,
-        token_ids: Sequence[int],
-        *,
-        max_tokens: int = 16,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        engine: int | None = None,
-        timeout_seconds: float = 120.0,
-    ) -> Generation:
-        """One completion from an engine that serves; see `rollouts.Rollouts.generate` for errors.
-
-        Args:
-            token_ids: the prompt.
-            max_tokens: longest completion, tokens.
-            temperature: 0 is greedy.
-            seed: makes sampling repeatable.
-            engine: ordinal, to ask just this one.
-        """
-        sampling: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "logprobs": 0,
-            "ignore_eos": ignore_eos,
-            "detokenize": False,
-            **({} if seed is None else {"seed": seed}),
-        }
-        return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine)
-
-    def status(self) -> FleetStatus:
-        """The fleet in one look."""
-        return decode(FleetStatus, self._http.get("/v1/status", _CONTROL_SECONDS))
-
-    def engines(self) -> tuple[EngineStatus, ...]:
-        """Every engine: address, version, state."""
-        return self.status().engines
-
-
-def _failure(status: UpdateStatus) -> WeightSyncError:
-    """What an update's status says went wrong, with every engine's state."""
-    error = WeightSyncError.from_dict(status.error) if status.error else UpdateFailed("the update did not commit")
-    if status.verdicts:
-        states = ", ".join(
-            f"engine {v.engine} {v.state}" + ("" if v.version is None else f" with version {v.version}") for v in status.verdicts
-        )
-        error.message = f"{error.message} ({states})"
-        error.args = (error.message,)
-    error.update_id = status.update_id
-    return error
+            self._link.leave()
+            raise failure(status) from published._error
+        self._dtypes = published._dtypes
+        published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run
+        return published._report(status)

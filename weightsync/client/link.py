@@ -1,0 +1,59 @@
+"""What joins a trainer to its workers, from update to update.
+
+Not covered: what goes over it (`sender`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from weightsync.errors import TransportFailed
+from weightsync.protocol import CommunicatorInfo
+from weightsync.transport.fanout import Channel, join
+from weightsync.transport.local import Listener
+
+_CONNECT_SECONDS = 30.0
+
+
+class Link:
+    """The channel of a trainer, kept while the service names the same.
+
+    Args:
+        operation_seconds: upper bound of one broadcast, a backstop behind the caller's deadlines.
+        interface: network interface for gloo; torch chooses when empty.
+    """
+
+    def __init__(self, operation_seconds: float, interface: str) -> None:
+        self._operation, self._interface = max(operation_seconds, _CONNECT_SECONDS), interface
+        self._channel: Channel | None = None
+        self._listener: Listener | None = None
+
+    def listener(self) -> Listener | None:
+        """Where workers of this host come to; None where the system has no such sockets: they are reached as others are."""
+        if self._listener is None:
+            with contextlib.suppress(TransportFailed):
+                self._listener = Listener()
+        return self._listener
+
+    def connect(self, info: CommunicatorInfo, device: torch.device, cancelled: Callable[[], bool]) -> Channel:
+        """The channel that the service names, made if need be."""
+        held = self._channel
+        if held is not None and held.open and held.info == info:
+            return held
+        self.leave()
+        self._channel = join(info, device, self._listener, _CONNECT_SECONDS, self._operation, self._interface, cancelled=cancelled)
+        return self._channel
+
+    def leave(self) -> None:
+        """Close the channel; the next update makes another."""
+        held, self._channel = self._channel, None
+        if held is not None:
+            held.close()
+
+    def close(self) -> None:
+        self.leave()
+        if self._listener is not None:
+            self._listener.close()

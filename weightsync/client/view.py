@@ -1,0 +1,93 @@
+"""What anybody with the token may ask of a service: its state, completions, and the end of an update.
+
+Not covered: bringing weights (`sync`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from weightsync.client.http import Http
+from weightsync.client.rollouts import Rollouts
+from weightsync.codec import decode
+from weightsync.errors import WeightSyncError
+from weightsync.protocol import EngineStatus, FleetStatus, UpdateStatus
+from weightsync.results import Generation
+
+CONTROL_SECONDS = 30.0
+
+
+class View:
+    """One service.
+
+    Args:
+        url: for example `http://127.0.0.1:8517`.
+        token: its bearer token.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self._http = Http(url, token)
+        self._rollouts = Rollouts(self._http, self.engines)
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        engine: int | None = None,
+        timeout_seconds: float = 120.0,
+    ) -> Generation:
+        """One completion from an engine that serves; see `rollouts.Rollouts.generate` for errors.
+
+        Args:
+            token_ids: the prompt.
+            max_tokens: longest completion, tokens.
+            temperature: 0 is greedy.
+            seed: makes sampling repeatable.
+            engine: ordinal, to ask just this one.
+        """
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "logprobs": 0,
+            "ignore_eos": ignore_eos,
+            "detokenize": False,
+            **({} if seed is None else {"seed": seed}),
+        }
+        return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine)
+
+    def status(self) -> FleetStatus:
+        """The fleet in one look."""
+        return decode(FleetStatus, self._http.get("/v1/status", CONTROL_SECONDS))
+
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """Every engine: address, version, state."""
+        return self.status().engines
+
+    # --- an update, for who sends it ------------------------------------------------------------
+
+    def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:
+        """The error with which the service ended an update, if it did; looks again for `wait` seconds."""
+        until = time.monotonic() + wait
+        while True:
+            try:
+                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", 5.0))
+            except WeightSyncError:
+                return None
+            if status.state.final:
+                return WeightSyncError.from_dict(status.error) if status.error else None
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.1)
+
+    def _withdraw(self, update_id: str, reason: str, seconds: float) -> None:
+        with contextlib.suppress(WeightSyncError):  # ended, being applied, or unreachable: then its own deadline ends it
+            self._http.post(f"/v1/updates/{update_id}/abort", {"reason": reason[:300]}, seconds)
