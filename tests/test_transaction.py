@@ -82,7 +82,7 @@ def test_the_last_failure_is_told(tries: int, seconds_for_all: float, calls: int
     script: Sequence[tuple[str, WorkerReport]] = [(APPLY, failed(ApplyFailed(f"no {n}"))) for n in range(3)]
     engine = Engine(*script)
     transaction, error = run(engine, tries, seconds_for_all)
-    assert isinstance(error, ApplyFailed) and error.message == f"no {calls - 1}"
+    assert isinstance(error, ApplyFailed) and error.message == f"worker 0 of 2: no {calls - 1}"
     assert engine.calls == [APPLY] * calls
     assert transaction.wrote and transaction.phase == Phase.APPLY
 

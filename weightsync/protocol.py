@@ -242,13 +242,14 @@ class WorkerReport:
     """What one worker says of one update. Never an exception: an RPC must not raise.
 
     Attributes:
-        rank: the worker's rank within its engine.
+        rank: the worker's, among all of its engine: data-parallel copies one after the other.
         state: `none`, `receiving`, `staged`, `applied`, `verified`, `rolled_back` or `failed`.
         tensors, nbytes: received and checked so far.
         seconds: by phase.
         error: `WeightSyncError.to_dict()` when `state` is `failed`.
         wrote: live storage has been touched, so the engine can't just go on.
         checks: what the verdict counted, for example `addresses` or `layers`.
+        unclaimed: names of the manifest that this worker can't place, with how to say each; refused when no worker can.
     """
 
     rank: int
@@ -260,6 +261,7 @@ class WorkerReport:
     error: dict[str, Any] | None = None
     wrote: bool = False
     checks: dict[str, int] = field(default_factory=dict)
+    unclaimed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,7 @@ class EngineVerdict:
         seconds: by phase.
         checks: what was proved, summed over its workers.
         error: why it did not commit.
+        workers: by rank, where each stood: a worker's state, or the code and message of what failed in it.
     """
 
     engine: int
@@ -285,6 +288,7 @@ class EngineVerdict:
     seconds: dict[str, float] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)
     error: dict[str, Any] | None = None
+    workers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from typing import Any
 import torch
 
 from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
-from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
+from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.storage.owners import Walk
 from weightsync.storage.pins import places
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
+from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
 from weightsync.worker.stored import Stored, checkpoint_tensors, registered
@@ -50,7 +52,7 @@ class Applier:
         runner: vLLM's model runner, whose buffers captured graphs read too.
         vllm_config: the engine's configuration.
         device: the worker's device.
-        rank: rank within the engine.
+        rank: of this worker, among all of its engine.
 
     Raises:
         UnsupportedEngine: a layer of this model has not been proved.
@@ -85,7 +87,7 @@ class Applier:
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
         self._stored: Stored | None = None
-        self._alone = vllm_config.parallel_config.world_size == 1  # no other worker can fail where this one does not
+        self._several = vllm_config.parallel_config.world_size_across_dp > 1  # workers that have the model between them
         self._retained: Staged | None = None  # the update that was committed last, where it is kept
         self._back: Staged | None = None  # the same, while it is brought back
         self._counts = ""  # the update that the engine has said counts
@@ -103,7 +105,7 @@ class Applier:
         return self._wrote
 
     def describe(self, verify_stored: bool = False) -> WorkerReport:
-        """What was sealed at the start, and how many bytes a complete update has.
+        """What was sealed at the start, and how many bytes of a complete update this worker needs.
 
         Args:
             verify_stored: find out which parameters hold the checkpoint's bytes, to compare them after updates.
@@ -111,7 +113,9 @@ class Applier:
         if verify_stored and self._stored is None:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
         sealed = self._guard.sealed
-        counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
+        unused = self._unused(self._base, tuple(self._base.specs.values()))
+        nbytes = sum(spec.nbytes for index, spec in enumerate(self._base.specs.values()) if index not in unused)
+        counts = {"addresses": len(self._seal), "checkpoint_bytes": nbytes}
         return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={**counts, **sealed.counts, **self._lazies.counts})
 
     def contract(self) -> ContractReport:
@@ -131,7 +135,7 @@ class Applier:
                 self._retained = None  # whether the engine holds that one or this one nobody has said
             current.discard()
         self._map = admission.admit(
-            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen
+            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen, self._several
         )
         self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
@@ -142,11 +146,15 @@ class Applier:
             )
         dtypes = self._map.loaded_as()
         connect, landing = self._joining.begin(order), joining.landing(order, self.device)
-        self._receiver = Receiver(order, self.rank, self.device, landing, connect, dtypes)
+        unused = self._unused(self._map, order.request.manifest.tensors)
+        self._receiver = Receiver(order, self.rank, self.device, landing, connect, dtypes, unused)
         self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
+
+    def _unused(self, load_map: LoadMap, specs: Sequence[TensorSpec]) -> frozenset[int]:
+        return load_map.unused(spec.name for spec in specs) if self._several else frozenset()
 
     def report(self) -> WorkerReport:
         """Where the update stands; answers at once."""
@@ -168,6 +176,7 @@ class Applier:
             error=self._error.to_dict() if self._error else None,
             wrote=self._wrote,
             checks=dict(self._checks),
+            unclaimed=self._map.unclaimed,
         )
 
     def apply(self, update_id: str) -> WorkerReport:
@@ -201,7 +210,7 @@ class Applier:
         return receiver.held().update(self._map, self._heads.keys())
 
     def _load(self, incoming: Staged | Streamed) -> WeightSyncError | None:
-        counts: dict[str, int] = {}
+        counts: dict[str, int] = {"not_kept": len(incoming.unused)} if isinstance(incoming, Staged) else {}
         try:
             loading.load(self.model, self.vllm_config, self._fresh, incoming, counts)
         except WeightSyncError as exc:
@@ -262,8 +271,6 @@ class Applier:
         self._seconds["verify"] = time.monotonic() - began
         proved = "verified" if self._back is None else "rolled_back"
         self._state, self._wrote = ("failed", True) if self._error else (proved, False)
-        if self._state == "verified" and self._alone and not receiver.order.retain:
-            receiver.discard()  # nobody can need them any more
         return self.report()
 
     def keep(self, update_id: str) -> WorkerReport:

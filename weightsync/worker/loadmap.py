@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weightsync.errors import ManifestRefused
 from weightsync.protocol import TensorSpec
@@ -64,6 +65,9 @@ class LoadMap:
         aliases: paths of parameters that have another path too.
         names: what the trainer calls them, to the engine's names, where the two differ.
         copies: for each source tensor, those of its writes that copied elements as they are.
+        touched: source tensors that a loader did anything with.
+        unclaimed: what no loader of this worker takes and its checkpoint has not, by the trainer's name, with how to say it: other
+            workers of the engine may take it.
     """
 
     specs: dict[str, TensorSpec]
@@ -73,6 +77,8 @@ class LoadMap:
     aliases: frozenset[str] = frozenset()
     names: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    unclaimed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._filled: dict[str, int] | None = None
@@ -85,6 +91,10 @@ class LoadMap:
         """Dtype of what each tensor is loaded into, by the trainer's name."""
         raw = {name: raw for raw, name in self.names.items()}
         return {raw.get(name, name): dtype for name, dtype in self.dtypes.items()}
+
+    def unused(self, names: Iterable[str]) -> frozenset[int]:
+        """Which of the trainer's tensors this worker can do without: other stages' layers, other workers' experts."""
+        return frozenset(index for index, raw in enumerate(names) if self.name(raw) not in self.touched)
 
     def filled(self) -> dict[str, int]:
         """Elements of each parameter that are filled, by its path in the model."""
@@ -102,6 +112,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and (source := self._sources.get(value.untyped_storage()._cdata)):
+                self._map.touched.add(source)
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             path = self._owners.get(args[0].untyped_storage()._cdata)
             # A loader may hold tensors back until it has others; only a copy of one is not known by its memory.
