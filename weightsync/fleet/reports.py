@@ -56,6 +56,8 @@ def standings(reports: Sequence[WorkerReport]) -> dict[str, str]:
 
 
 def _unplaced(reports: Sequence[WorkerReport]) -> ManifestRefused | None:
+    if not reports:
+        return None
     first, *others = reports
     names = [name for name in first.unclaimed if all(name in other.unclaimed for other in others)]
     if not names:

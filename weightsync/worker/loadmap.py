@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -157,12 +158,13 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
         paths.setdefault(id(tensor), []).append(path)
     result.aliases = frozenset(path for shared in paths.values() if len(shared) > 1 for path in shared)
     at = [""]
+    given: list[tuple[str, StorageWeakRef]] = []  # a weak reference suffices to keep an identity from being used again
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
             at[0] = spec.name
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            keep.append(tensor)
+            given.append((spec.name, StorageWeakRef(tensor.untyped_storage())))
             sources[tensor.untyped_storage()._cdata] = spec.name
             yield spec.name, tensor
 
@@ -172,6 +174,7 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
     except Exception as exc:
         said = str(exc).strip() or type(exc).__name__
         raise ManifestRefused(f"the model's loader refused {at[0]!r}: {said[:500]}", names=[at[0]]) from exc
+    result.touched.update(name for name, storage in given if not storage.expired())  # kept as it is
     result.writes = {name: result.writes[name] for name in result.specs if name in result.writes}
     result.twice = regions.overlaps(result.writes)
     return result
