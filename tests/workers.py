@@ -198,6 +198,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         missing_layers=lambda model, filled: [],
         reload_waiting=lambda model: {},
         Reload=Reload,
+        together=lambda part: part(),  # workers of one process, called one after the other, can't wait for each other
         WRITTEN_IN_PLACE=(),
     )
     monkeypatch.setattr(applier, "vllm_compat", fakes)

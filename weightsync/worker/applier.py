@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,47 +220,66 @@ class Applier:
         return None
 
     def _refresh(self) -> dict[str, int]:
-        """Have the model fill in again what its first run had filled in. Costs a run only where there is something."""
-        if not len(self._lazies):
-            return {}
+        """Have the model fill in again what its first run had filled in. Costs a run only where there is something in a worker."""
+
+        def take_back() -> bool:
+            if found := bool(len(self._lazies)):
+                self._lazies.reset()
+            return found
+
         try:
-            self._lazies.reset()
-            vllm_compat.run_once(self._runner)
+            if self._together(take_back):
+                vllm_compat.run_once(self._runner)
         finally:
-            counts = self._lazies.settle()
+            counts = self._lazies.settle() if len(self._lazies) else {}
         return counts
 
-    def _recapture(self) -> None:
-        """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
+    def _together(self, part: Callable[[], bool]) -> bool:
+        return vllm_compat.together(part) if self._several else part()
+
+    def _repair(self) -> bool:
+        """Bring what moved back; whether graphs must be captured anew."""
+        self._repaired = self._guard.repair()
+        self._count(self._repaired.counts)
+        return self._owes_capture()
+
+    def _owes_capture(self) -> bool:
+        """Whether a number or a layout has changed that captured graphs hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
             if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
                 self._guard.seal()
                 self._repaired = replace(self._repaired, changed_layout={})
-            return
-        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
+            return False
         # Graphs that were captured while an update was half done read what nobody had sealed.
-        if changed or self._released or self._guard.outdated:
-            logger.log(
-                logging.DEBUG if self._recaptured else logging.WARNING,
-                "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
-                *(len(changed), ", ".join(changed[:5])),
+        return bool(self._changed()) or self._released or self._guard.outdated
+
+    def _changed(self) -> list[str]:
+        return sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
+
+    def _recapture(self) -> None:
+        """Capture graphs anew."""
+        changed = self._changed()
+        logger.log(
+            logging.DEBUG if self._recaptured else logging.WARNING,
+            "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
+            *(len(changed), ", ".join(changed[:5])),
+        )
+        began = time.monotonic()
+        release = vllm_compat.graph_holders(self._runner)
+        self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
+        vllm_compat.recapture(self._runner, self.vllm_config, release)
+        if kept := self._guard.seal():
+            raise UnsupportedEngine(
+                f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
+                hint="Restart this engine on the new weights, or start it with enforce_eager",
+                names=changed,
             )
-            began = time.monotonic()
-            release = vllm_compat.graph_holders(self._runner)
-            self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
-            vllm_compat.recapture(self._runner, self.vllm_config, release)
-            if kept := self._guard.seal():
-                raise UnsupportedEngine(
-                    f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
-                    hint="Restart this engine on the new weights, or start it with enforce_eager",
-                    names=changed,
-                )
-            # What could not be brought back to the old captures' storage is where the new ones read it.
-            self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
-            self._lazies.note_captured()
-            self._recaptured, self._released = True, False
-            self._checks["recaptured"] = len(changed)
-            self._seconds["recapture"] = time.monotonic() - began
+        # What could not be brought back to the old captures' storage is where the new ones read it.
+        self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
+        self._lazies.note_captured()
+        self._recaptured, self._released = True, False
+        self._checks["recaptured"] = len(changed)
+        self._seconds["recapture"] = time.monotonic() - began
 
     def verify(self, update_id: str) -> WorkerReport:
         """Bring the rest after the loaded weights, and prove them. Asked for when every worker of the engine has loaded them."""
@@ -322,9 +341,8 @@ class Applier:
         """
         self._count(self._refresh())
         self._guard.unproven = (*self._lazies.unrefreshable, *self._lazies.kept)
-        self._repaired = self._guard.repair()
-        self._count(self._repaired.counts)
-        self._recapture()
+        if self._together(self._repair):
+            self._recapture()
 
     def _prove(self) -> VerdictNotOk | None:
         """What stands against the update as it is now; None when it holds."""
