@@ -83,6 +83,7 @@ class EngineActor:
     async def _start(self) -> None:
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
+        await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:

@@ -116,6 +116,14 @@ class Engine:
         answers: list[dict[str, Any]] = [answer for workers in cores for answer in workers]
         return sorted(answers, key=lambda answer: int(answer["rank"]))
 
+    async def make_stages(self) -> None:
+        """Have later stages of a pipeline make the buffers that they are handed.
+
+        On a CPU vLLM leaves out the first run in which they would, and the first request would end the engine.
+        """
+        if self._settings.pipeline_parallel_size > 1 and device_of(self._settings) == "cpu":
+            await self.llm.engine_core.execute_dummy_batch_async()
+
     async def pause(self) -> bool:
         """Freeze requests in flight, keep their caches; returns whether the core confirms it."""
         # The public pause_generation sleeps 20 ms after the same call.

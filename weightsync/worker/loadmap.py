@@ -66,7 +66,7 @@ class LoadMap:
         aliases: paths of parameters that have another path too.
         names: what the trainer calls them, to the engine's names, where the two differ.
         copies: for each source tensor, those of its writes that copied elements as they are.
-        touched: source tensors that a loader did anything with.
+        touched: source tensors of which a loader did more than look at their shapes and take views.
         unclaimed: what no loader of this worker takes and its checkpoint has not, by the trainer's name, with how to say it: other
             workers of the engine may take it.
     """
@@ -113,9 +113,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and (source := self._sources.get(value.untyped_storage()._cdata)):
-                self._map.touched.add(source)
+        if not _is_view(func):
+            self._touch(tree_leaves((args, kwargs)))
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             path = self._owners.get(args[0].untyped_storage()._cdata)
             # A loader may hold tensors back until it has others; only a copy of one is not known by its memory.
@@ -124,6 +123,10 @@ class _Recorder(TorchDispatchMode):
                 self._note(path, args[0], name)
                 self._note_copy(path, args[0], args[1])
         return out
+
+    def _touch(self, values: Sequence[Any]) -> None:
+        storages = (value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor))
+        self._map.touched.update(self._sources[storage] for storage in storages if storage in self._sources)
 
     def _note(self, path: str, into: torch.Tensor, name: str) -> None:
         self._map.writes.setdefault(name, []).append(regions.region(path, into.storage_offset(), into.shape, into.stride()))
@@ -199,6 +202,12 @@ def checkpoint_specs(folder: Path) -> list[TensorSpec]:
             if name != "__metadata__":
                 specs.append(TensorSpec(name, _SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])))
     return specs
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator only gives another look at its argument's memory."""
+    returns = func._schema.returns
+    return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
 def _view(tensor: torch.Tensor) -> View:
