@@ -1,6 +1,7 @@
-"""Real engines of several workers on a CPU: tensor, pipeline, data and expert parallel.
+"""Real engines of several workers on a CPU: tensor, pipeline and data parallel.
 
-Not covered: a mixture of experts over data-parallel copies, whose dispatch vLLM has no CPU form of (`tests/gpu`).
+Not covered: experts that lie in different workers, and a mixture of experts over data-parallel copies: vLLM's kernel for
+a CPU crashes in the first, and has no form of the second (`tests/gpu` has both).
 """
 
 from __future__ import annotations
@@ -90,24 +91,14 @@ STAGES = {"pipeline_parallel_size": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "arguments", "not_kept"),
-    [
-        ("qwen3", TENSOR, 0),
-        ("int8-channel", TENSOR, 0),
-        ("qwen3-moe", TENSOR, 0),
-        ("qwen3-moe", {**TENSOR, "enable_expert_parallel": True}, 24),
-    ],
-)
-def test_workers_that_share_layers_follow(
-    kind: str, arguments: dict[str, Any], not_kept: int, checkpoint: Any, tensors: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "qwen3-moe", "int8-channel"])
+def test_workers_that_share_layers_follow(kind: str, checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
     with ColdEngine(tmp_path / "cold.log") as engine:
-        cold = cold_of(engine, checkpoint, kind, arguments)
-        fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet", flags=flags_of(arguments)).ready()
+        cold = cold_of(engine, checkpoint, kind, TENSOR)
+        fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet", flags=flags_of(TENSOR)).ready()
         try:
             for verdict in follows(fleet, kind, tensors, cold, 2):
-                assert verdict.checks.get("not_kept", 0) == not_kept, "experts of the other worker's"
+                assert "not_kept" not in verdict.checks, "each takes a part of every tensor"
         finally:
             assert fleet.stop() == 0
 

@@ -151,7 +151,7 @@ class TestAnUpdate:
             _back=None,
             _map=LoadMap({}),
             _heads={},
-            _several=False,
+            _alone=True,
         )
         return made
 

@@ -59,7 +59,7 @@ def judge(*names: str, stages: tuple[str, ...] = ("first", "second")) -> list[Lo
     maps = []
     for stage in stages:
         base = loadmap.record(Stage(stage), specs(*CHECKPOINT))
-        maps.append(admission.admit(Manifest(specs(*names)), base, lambda stage=stage: Stage(stage), False, several=True))
+        maps.append(admission.admit(Manifest(specs(*names)), base, lambda stage=stage: Stage(stage), False, alone=False))
     return maps
 
 

@@ -34,6 +34,7 @@ from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.salt import Salt
+from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 
@@ -66,6 +67,7 @@ class EngineActor:
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
         self._url = ""
+        self._scratch: Scratch | None = None
         self._workers = 0
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -81,10 +83,13 @@ class EngineActor:
         return self._describe()
 
     async def _start(self) -> None:
+        self._scratch = Scratch(ray.get_runtime_context().get_actor_id())
+        os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
+        await asyncio.to_thread(self._scratch.note)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:
             self._state, self._reason = EngineState.QUARANTINED, error.code
@@ -306,6 +311,8 @@ class EngineActor:
             await asyncio.wait([self._serving], timeout=3)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

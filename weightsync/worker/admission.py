@@ -74,7 +74,7 @@ def admit(
     make_twin: Callable[[], torch.nn.Module],
     tied: bool,
     frozen: Frozen | None = None,
-    several: bool = False,
+    alone: bool = True,
 ) -> LoadMap:
     """Decide whether a manifest is a complete set of weights for this engine.
 
@@ -84,7 +84,7 @@ def admit(
         make_twin: builds a meta twin; called only when the manifest differs from `base`.
         tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
         frozen: what may be left out, layer by layer.
-        several: the engine has more workers, which may take what this one's loaders pass over: it is `unclaimed` then, and refused
+        alone: the engine has no other worker. Others may take what this one's loaders pass over: it is `unclaimed` then, and refused
             where all answers are known.
 
     Returns:
@@ -108,7 +108,7 @@ def admit(
     except ManifestRefused as exc:
         raise comparison.refused_by_loader(exc) from exc
     found.names = resolved.names
-    comparison.require_same_places(found, tied, several)
+    comparison.require_same_places(found, tied, alone)
     return found
 
 
@@ -216,7 +216,7 @@ class _Comparison:
             return self._refuse(kinds, self._unknown, advice=advice, loader=said)
         return self._refuse({"unknown": self._closest([name])}, [name], loader=said)
 
-    def require_same_places(self, found: LoadMap, tied: bool, several: bool) -> None:
+    def require_same_places(self, found: LoadMap, tied: bool, alone: bool) -> None:
         """Refuse what the loaders make of the manifest where it is not what they make of the engine's own checkpoint."""
         base = self._base
         heads = tied_heads(found) if tied else {}
@@ -226,7 +226,7 @@ class _Comparison:
         # What the engine's own checkpoint leaves as it was made would keep this update's value in all later ones.
         new = {name: places for name, places in found.writes.items() if name not in base.specs}
         beside = regions.uncovered(new, (place for places in base.writes.values() for place in places))
-        if several:
+        if not alone:
             found.unclaimed = dict(zip([self._raw.get(name, name) for name in passed_over], self._closest(passed_over), strict=True))
             passed_over = []
         unknown = passed_over + list(beside)

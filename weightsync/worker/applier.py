@@ -87,7 +87,7 @@ class Applier:
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
         self._stored: Stored | None = None
-        self._several = vllm_config.parallel_config.world_size_across_dp > 1  # workers that have the model between them
+        self._alone = vllm_config.parallel_config.world_size_across_dp == 1  # no other worker has a part of the model
         self._retained: Staged | None = None  # the update that was committed last, where it is kept
         self._back: Staged | None = None  # the same, while it is brought back
         self._counts = ""  # the update that the engine has said counts
@@ -135,7 +135,7 @@ class Applier:
                 self._retained = None  # whether the engine holds that one or this one nobody has said
             current.discard()
         self._map = admission.admit(
-            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen, self._several
+            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen, self._alone
         )
         self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
@@ -154,7 +154,7 @@ class Applier:
         return self.report()
 
     def _unused(self, load_map: LoadMap, specs: Sequence[TensorSpec]) -> frozenset[int]:
-        return load_map.unused(spec.name for spec in specs) if self._several else frozenset()
+        return frozenset() if self._alone else load_map.unused(spec.name for spec in specs)
 
     def report(self) -> WorkerReport:
         """Where the update stands; answers at once."""
@@ -235,7 +235,7 @@ class Applier:
         return counts
 
     def _together(self, part: Callable[[], bool]) -> bool:
-        return vllm_compat.together(part) if self._several else part()
+        return part() if self._alone else vllm_compat.together(part)
 
     def _repair(self) -> bool:
         """Bring what moved back; whether graphs must be captured anew."""
