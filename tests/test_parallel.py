@@ -61,7 +61,7 @@ def follows(fleet: Fleet, kind: str, tensors: Any, cold: Cold, workers: int) -> 
         for seed in (1, 2, 1):
             (verdict,) = sync.sync_weights(tensors(kind, seed)).verdicts
             assert sync.engines()[0].workers == workers
-            assert verdict.workers == {str(rank): "verified" for rank in range(workers)}
+            assert verdict.ranks == {str(rank): "verified" for rank in range(workers)}
             assert answers(sync, 0) == cold(seed), f"seed {seed}"
             verdicts.append(verdict)
     assert cold(1) != cold(2)
@@ -79,7 +79,7 @@ def test_an_engine_of_two_tensor_parallel_workers_equals_a_cold_one_to_new_weigh
                 at_first = None
                 for seed in (1, 2, 1):  # the engine was started on 1; that it answers as a cold one of it is a slow test's
                     (verdict,) = sync.sync_weights(tensors(KIND, seed)).verdicts
-                    assert verdict.workers == {"0": "verified", "1": "verified"} and sync.engines()[0].workers == 2
+                    assert verdict.ranks == {"0": "verified", "1": "verified"} and sync.engines()[0].workers == 2
                     at_first = at_first or answers(sync, 0)
                     assert answers(sync, 0) == (at_first if seed == 1 else cold(seed))
                 assert at_first != cold(2)
@@ -91,11 +91,12 @@ STAGES = {"pipeline_parallel_size": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "qwen3-moe", "int8-channel"])
-def test_workers_that_share_layers_follow(kind: str, checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "stage"), [("qwen3", "none"), ("qwen3-tied", "auto"), ("qwen3-moe", "auto"), ("int8-channel", "auto")])
+def test_workers_that_share_layers_follow(kind: str, stage: str, checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
+    flags = [*flags_of(TENSOR), f"--sync.stage={stage}"]
     with ColdEngine(tmp_path / "cold.log") as engine:
         cold = cold_of(engine, checkpoint, kind, TENSOR)
-        fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet", flags=flags_of(TENSOR)).ready()
+        fleet = Fleet(checkpoint(kind, 1), tmp_path / "fleet", flags=flags).ready()
         try:
             for verdict in follows(fleet, kind, tensors, cold, 2):
                 assert "not_kept" not in verdict.checks, "each takes a part of every tensor"
@@ -183,9 +184,9 @@ def test_one_worker_that_fails_twice_brings_both_back(
     with pytest.raises(ApplyFailed if step == "apply" else VerdictNotOk, match=f"worker {rank} of 2: .*{SAID}"):
         sync.sync_weights(tensors(KIND, 2))
     (back, on), (failed, went) = sync.engines(), sync.status().update.verdicts  # type: ignore[union-attr]
-    assert SAID in failed.workers[str(rank)]
-    assert failed.workers[str(1 - rank)] == ("applied" if step == "apply" else "verified")
-    assert went.workers == {"0": "verified", "1": "verified"}
+    assert SAID in failed.ranks[str(rank)]
+    assert failed.ranks[str(1 - rank)] == ("applied" if step == "apply" else "verified")
+    assert went.ranks == {"0": "verified", "1": "verified"}
     assert (back.state, back.version, on.state) == (EngineState.SERVING, held, EngineState.SERVING)
     assert answers(sync, 0) == two[1](1) and answers(sync, 1) == two[1](2)
     sync.sync_weights(tensors(KIND, 2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ class Engine:
         assert args == ("u",)
         self.calls.append(method)
         report = self.script.pop(0)[1] if self.script and self.script[0][0] == method else OK[method]
-        return [encode(report), encode(OK[method])]
+        return [encode(report), encode(replace(OK[method], rank=1))]
 
 
 def run(engine: Engine, tries: int = 2, seconds_for_all: float = 60.0) -> tuple[Transaction, BaseException | None]:
@@ -128,3 +129,4 @@ def test_an_engine_goes_back_and_keeps_what_had_failed(well: bool) -> None:
             asyncio.run(transaction.roll_back())
         assert transaction.wrote and "rolled_back" not in transaction.checks
     assert transaction.checks["second_tries"] == 1 and Phase.ROLLBACK in transaction.seconds
+    assert transaction.ranks == {"0": "verdict_not_ok: no", "1": "verified"}, "where each worker stood in the update itself"

@@ -277,7 +277,7 @@ class EngineVerdict:
         seconds: by phase.
         checks: what was proved, summed over its workers.
         error: why it did not commit.
-        workers: by rank, where each stood: a worker's state, or the code and message of what failed in it.
+        ranks: where each of its workers stood: a worker's state, or the code and message of what failed in it.
     """
 
     engine: int
@@ -288,7 +288,7 @@ class EngineVerdict:
     seconds: dict[str, float] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)
     error: dict[str, Any] | None = None
-    workers: dict[str, str] = field(default_factory=dict)
+    ranks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def test_two_workers_follow_to_new_weights_and_back(
         for seed in (1, 2, 1, 2):
             report = sync.sync_weights(sent(built(row, seed), where))
             (verdict,) = report.verdicts
-            assert verdict.workers == {"0": "verified", "1": "verified"} and sync.engines()[0].workers == 2
+            assert verdict.ranks == {"0": "verified", "1": "verified"} and sync.engines()[0].workers == 2
             print(row, where, {k: round(v, 4) for k, v in report.seconds.items()}, verdict.checks)
             said[seed] += [answers(sync, 0) for _ in range(3)]  # data-parallel copies answer in turn
     if EXPERTS.items() <= parallel.items():

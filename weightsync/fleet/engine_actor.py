@@ -241,8 +241,8 @@ class EngineActor:
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, update_id
-        seconds, checks, workers = transaction.seconds, transaction.checks, transaction.workers
-        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks, workers=workers)
+        seconds, checks, ranks = transaction.seconds, transaction.checks, transaction.ranks
+        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks, ranks=ranks)
 
     async def _go_on(self, engine: vllm_api.Engine, version: int) -> None:
         """What follows a verdict that is ok: caches by the policy, then the version, then requests."""
@@ -277,7 +277,7 @@ class EngineActor:
         verdict = EngineVerdict(self._ordinal, False, self._version, self._state, time.monotonic() - began, error=error.to_dict())
         if transaction is None:
             return verdict
-        return replace(verdict, seconds=transaction.seconds, checks=transaction.checks, workers=transaction.workers)
+        return replace(verdict, seconds=transaction.seconds, checks=transaction.checks, ranks=transaction.ranks)
 
     async def _resumed(self) -> bool:
         """Whether requests go on with the version before."""

@@ -48,7 +48,7 @@ def failure(reports: Sequence[WorkerReport]) -> WeightSyncError | None:
 
 
 def standings(reports: Sequence[WorkerReport]) -> dict[str, str]:
-    """By rank, where each worker stands (`EngineVerdict.workers`)."""
+    """By rank, where each worker stands (`EngineVerdict.ranks`)."""
     return {
         str(report.rank): report.state if report.error is None else f"{report.error['code']}: {report.error['message']}"
         for report in reports

@@ -43,7 +43,7 @@ class Transaction:
         wrote: live storage does not hold what it held before.
         seconds: by phase.
         checks: what the workers counted, summed; `second_tries` and `rolled_back` are ours.
-        workers: where each stood in the update itself, by rank.
+        ranks: where each worker stood in the update itself.
     """
 
     def __init__(self, engine: PausableEngine, update_id: str, *, tries: int, seconds_for_all: float) -> None:
@@ -51,7 +51,7 @@ class Transaction:
         self.phase, self.wrote = Phase.PAUSE, False
         self.seconds: dict[str, float] = {}
         self.checks: dict[str, int] = {}
-        self.workers: dict[str, str] = {}
+        self.ranks: dict[str, str] = {}
         self._ours: dict[str, int] = {}
         self._began = time.monotonic()
 
@@ -104,7 +104,7 @@ class Transaction:
         self.wrote = any(report.wrote for report in reports) or phase == Phase.VERIFY
         self.checks = _sum(reports) | self._ours
         if phase != Phase.ROLLBACK:
-            self.workers = reports_of.standings(reports)
+            self.ranks = reports_of.standings(reports)
         if (error := reports_of.failure(reports)) is not None:
             raise error
 
