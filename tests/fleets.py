@@ -141,10 +141,10 @@ def with_faults(file: Path) -> dict[str, str]:
     return {"FAULT_FILE": str(file), "PYTHONPATH": path}
 
 
-def order_fault(file: Path, times: int, step: str = "apply", at: int = 7, engine: int = 0) -> None:
+def order_fault(file: Path, times: int, step: str = "apply", at: int = 7, engine: int = 0, rank: int = 0) -> None:
     """Have a step of the next update fail so many times; `at` tensors are loaded before."""
     part = file.with_suffix(".new")
-    part.write_text(json.dumps({"engine": engine, "step": step, "at": at, "times": times}))
+    part.write_text(json.dumps({"engine": engine, "rank": rank, "step": step, "at": at, "times": times}))
     part.replace(file)
 
 

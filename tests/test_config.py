@@ -13,7 +13,8 @@ import pytest
 from weightsync import config
 from weightsync.config import Settings, load
 from weightsync.errors import ConfigError
-from weightsync.fleet.vllm_api import worker_arguments
+from weightsync.fleet.engine_actor import engine_options
+from weightsync.fleet.vllm_api import engine_arguments, worker_arguments
 
 SECRET = "hunter2-do-not-print"
 
@@ -195,16 +196,60 @@ def test_extra_leaves_alone_what_weightsync_sets(model: str, key: str) -> None:
     assert f"other than {key}, which weightsync sets itself" in text
 
 
-@pytest.mark.parametrize("value", [2, "2", None, 0])
-def test_extra_refuses_data_parallel_ranks(model: str, value: Any) -> None:
-    assert "engine.count" in refused({"engine.model": model, "engine.extra": {"data_parallel_size": value}})
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize("value", [2, "2", None, 0, 1])
+def test_extra_leaves_the_number_of_workers_to_the_settings(model: str, kind: str, value: Any) -> None:
+    assert f"engine.{kind}_parallel_size" in refused({"engine.model": model, "engine.extra": {f"{kind}_parallel_size": value}})
 
 
-@pytest.mark.parametrize(
-    "extra", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": None}, {"pipeline_parallel_size": "two"}, {"data_parallel_size": 1}]
-)
+@pytest.mark.parametrize("extra", [{"nnodes": 2}, {"data_parallel_rank": 1}, {"data_parallel_external_lb": True}])
+def test_extra_keeps_an_engine_on_one_node(model: str, extra: dict[str, Any]) -> None:
+    assert "lives on one node" in refused({"engine.model": model, "engine.extra": extra})
+
+
+def test_extra_refuses_experts_that_move(model: str) -> None:
+    assert "enable_eplb" in refused({"engine.model": model, "engine.extra": {"enable_eplb": True}})
+
+
+@pytest.mark.parametrize("extra", [{"enable_expert_parallel": True}, {"enable_eplb": False}, {"max_loras": "two"}])
 def test_extra_passes_on_what_only_vllm_can_judge(model: str, extra: dict[str, Any]) -> None:
     assert load({"engine.model": model, "engine.extra": extra}).engine.extra == extra
+
+
+PARALLEL = {"tensor": 2, "pipeline": 3, "data": 2}
+
+
+def test_an_engine_of_several_workers_says_so_to_vllm_and_reserves_a_gpu_for_each(model: str) -> None:
+    sizes = {f"{kind}_parallel_size": size for kind, size in PARALLEL.items()}
+    settings = load({"engine.model": model, "engine.device": "cuda", "engine.count": 2, **{f"engine.{k}": v for k, v in sizes.items()}})
+    assert settings.engine.workers == 12
+    assert sizes.items() <= engine_arguments(settings.engine).items()
+    options = engine_options(settings, 1)
+    assert (options["num_gpus"], options["name"]) == (12, "engine-1")
+    alone = load({"engine.model": model, "engine.device": "cuda"})
+    assert alone.engine.workers == engine_options(alone, 0)["num_gpus"] == 1
+    assert not sizes.keys() & engine_arguments(alone.engine).keys(), "vLLM hashes what it is given"
+
+
+def test_workers_of_an_engine_on_a_cpu_share_its_cores(model: str) -> None:
+    flags = {"engine.model": model, "engine.device": "cpu", "engine.cpus": 5, "engine.tensor_parallel_size": 2}
+    options = engine_options(load(flags), 0)
+    assert options["num_gpus"] == 0 and options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("gpus", [0, 0.5, 1, 3, 12.5])
+def test_gpus_that_are_not_one_for_each_worker_are_refused(model: str, gpus: float) -> None:
+    flags = {"engine.model": model, "engine.tensor_parallel_size": 2, "engine.data_parallel_size": 2}
+    said = refused(flags | {"engine.gpus": gpus})
+    assert f"engine.gpus: got {gpus:g}, want 4 or nothing" in said and "tensor 2 x pipeline 1 x data 2" in said
+    assert load(flags | {"engine.gpus": 4}).engine.gpus == 4
+    assert load({"engine.model": model, "engine.gpus": gpus}).engine.gpus == gpus
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, "two"])
+def test_sizes_that_are_no_number_of_workers_are_refused(model: str, kind: str, size: Any) -> None:
+    assert f"engine.{kind}_parallel_size" in refused({"engine.model": model, f"engine.{kind}_parallel_size": size})
 
 
 def test_what_the_worker_is_told_comes_from_the_settings_and_leaves_other_additions_alone(model: str) -> None:

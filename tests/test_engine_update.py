@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,8 +64,9 @@ class Core:
     def _one(self, worker: Worker, method: str, *args: Any) -> dict[str, Any]:
         from weightsync.worker.extension import WeightSyncExtension
 
-        extension = WeightSyncExtension()
-        extension._weightsync_applier = worker.applier  # type: ignore[attr-defined]
+        extension: Any = WeightSyncExtension()
+        extension._weightsync_applier, extension.rank = worker.applier, worker.applier.rank
+        extension.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=len(self.workers)))
         answer: dict[str, Any] = getattr(extension, f"weightsync_{method}")(*args)
         return answer
 
@@ -78,7 +80,7 @@ class Engine:
 
     def __init__(self, folder: Path, workers: int = 2, **sync: Any) -> None:
         (folder / "config.json").write_text("{}")
-        self.workers = [Worker(workers=workers) for _ in range(workers)]
+        self.workers = [Worker(workers=workers, rank=rank) for rank in range(workers)]
         self.core = Core(*self.workers)
         settings = {"engine.model": folder, **{f"sync.{key}": value for key, value in sync.items()}}
         self.actor = EngineActor(0, config.dump(config.load({"sync.rollback": "host", **settings})))

@@ -369,7 +369,9 @@ def test_the_call_from_outside_answers_and_never_raises(guard: Any) -> None:
 
     held = guard.Guard(small(), None, CPU, graphs=False)
     worker: Any = WeightSyncExtension()
-    worker.rank, worker._weightsync_applier = 3, SimpleNamespace(contract=held.report)
+    worker.rank, worker._weightsync_applier = 1, SimpleNamespace(contract=held.report)
+    # The second worker of the second data-parallel copy.
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=1, world_size=2))
     answer = decode(ContractAnswer, worker.weightsync_contract())
     assert answer == ContractAnswer(3, held.report(), None)
     for failure, code in ((UnsupportedEngine("no census"), "unsupported_engine"), (KeyError("odd"), "internal")):

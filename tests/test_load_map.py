@@ -27,12 +27,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Engine:
     """What admission knows of an engine: its configuration, and the map of the checkpoint that it started from."""
 
-    def __init__(self, folder: Path, shapes: Shapes | None = None) -> None:
+    def __init__(self, folder: Path, shapes: Shapes | None = None, **arguments: Any) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
         from weightsync.worker import loadmap, vllm_compat
 
-        self.config = EngineArgs(model=str(folder), **ENGINE_ARGS).create_engine_config()
+        self.config = EngineArgs(model=str(folder), **ENGINE_ARGS, **arguments).create_engine_config()
         self.twin = lambda: vllm_compat.meta_twin(self.config)
         self.twins = 0
         specs = loadmap.checkpoint_specs(folder) if shapes is None else [TensorSpec(n, "bfloat16", s) for n, s in shapes.items()]
@@ -146,13 +146,13 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(folder, parts(twin))
 
 
-def mixture(folder: Path, checkpoint: Callable[[str, int], Path], inner: int) -> Engine:
+def mixture(folder: Path, checkpoint: Callable[[str, int], Path], inner: int, **arguments: Any) -> Engine:
     """The checkpoints' mixture of experts with experts of another width."""
     model = checkpoint("qwen3-moe", 1)
     config = json.loads((model / "config.json").read_text()) | {"moe_intermediate_size": inner}
     whole = loadmap().checkpoint_specs(model)
     shapes = {spec.name: spec.shape for spec in whole if ".experts." not in spec.name}
-    return Engine(written(folder, config), shapes | one_by_one(inner))
+    return Engine(written(folder, config), shapes | one_by_one(inner), **arguments)
 
 
 def loadmap() -> Any:
@@ -528,6 +528,26 @@ def test_each_of_two_ranks_takes_its_own_slice_of_whole_experts(checkpoint: Any,
     gates, ups = zip(*(part.chunk(2, dim=1) for part in w13), strict=True)
     assert torch.equal(torch.cat([*gates, *ups], dim=1), whole[f"{expert}.gate_up_proj"])
     assert torch.equal(torch.cat(w2, dim=2), whole[f"{expert}.down_proj"])
+
+
+def test_each_of_two_ranks_takes_its_own_experts_and_can_do_without_the_others(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed import get_tp_group
+
+    monkeypatch.setattr(get_tp_group(), "world_size", 2)
+    inner, needed = 96, []
+    for rank in (0, 1):
+        monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+        target = mixture(tmp_path, checkpoint, inner, enable_expert_parallel=True)
+        names = list(target.shapes)
+        unused = {names[index] for index in target.base.unused(names)}
+        assert unused == {name for name in names if ".experts." in name and int(name.split(".experts.")[1][0]) // (EXPERTS // 2) != rank}
+        needed.append(set(names) - unused)
+        other = {name: tuple(tensor.shape) for name, tensor in stacked(numbered(target.shapes)).items()}
+        found = target.admit(other)
+        assert found.filled() == target.base.filled() and not found.unused(other), "of a stack it takes a part"
+    assert needed[0] | needed[1] == set(names)
 
 
 def test_a_reload_keeps_a_layer_that_nothing_is_sent_for_and_would_empty_what_is_left_out_of_one(engine: Any, tensors: Any) -> None:

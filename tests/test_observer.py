@@ -23,7 +23,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     class Worker(WeightSyncExtension):
         rank, device, model_runner = 3, "cpu", SimpleNamespace()
-        vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=True), additional_config={})
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=True), additional_config={}, parallel_config=SimpleNamespace(world_size=4)
+        )
 
         def get_model(self) -> nn.Module:
             return model

@@ -105,6 +105,12 @@ def test_whether_an_engine_captures_is_read_off_its_configuration(eager: bool, m
     assert vllm_compat.captures_graphs(config) is captures
 
 
+def capture(worker: Any) -> None:
+    """As behind an update, in a worker that is alone."""
+    if worker._owes_capture():
+        worker._recapture()
+
+
 class TestAnUpdate:
     """The worker's order of work: values, then graphs, then the seal, then the proof."""
 
@@ -145,27 +151,28 @@ class TestAnUpdate:
             _back=None,
             _map=LoadMap({}),
             _heads={},
+            _alone=True,
         )
         return made
 
     def test_a_changed_number_costs_a_capture_and_a_new_seal(self, worker: Any, done: list[str]) -> None:
         assert worker._refresh() == {"lazies_refreshed": 1}
-        worker._recapture()
+        capture(worker)
         assert done == ["reset", "run", "settle", "recapture", "seal"]
         assert worker._checks["recaptured"] == 1
 
     def test_a_number_that_only_a_first_run_caches_counts_too(self, worker: Any, done: list[str]) -> None:
         worker._guard.scalars_changed = list
-        worker._recapture()
+        capture(worker)
         assert done == []
         worker._lazies.changed.append("model.impl.bmm1_scale")
-        worker._recapture()
+        capture(worker)
         assert done == ["recapture", "seal"]
 
     def test_graphs_that_came_in_the_middle_of_an_update_are_captured_anew(self, worker: Any, done: list[str]) -> None:
         worker._guard.scalars_changed = list
         worker._guard.outdated = True
-        worker._recapture()
+        capture(worker)
         assert done == ["recapture", "seal"]
 
     def test_a_changed_layout_costs_a_capture_too_and_what_stood_against_the_old_seal_is_over(self, worker: Any, done: list[str]) -> None:
@@ -173,19 +180,19 @@ class TestAnUpdate:
         worker._repaired = Adoption(
             adopted=["model.b"], changed_layout={"model.a": "was"}, conflicts={"model.c": "two"}, failed={"model.d": "meta"}
         )
-        worker._recapture()
+        capture(worker)
         assert done == ["recapture", "seal"]
         assert worker._repaired == Adoption(adopted=["model.b"])
-        worker._recapture()
+        capture(worker)
         assert done == ["recapture", "seal"]
 
     def test_a_graph_that_outlives_the_capture_holds_the_old_number_and_fails_the_update(self, worker: Any, done: list[str]) -> None:
         worker._guard.seal = lambda: done.append("seal") or 1
         with pytest.raises(UnsupportedEngine, match=r"1 captured graph.*were not let go of") as refused:
-            worker._recapture()
+            capture(worker)
         assert refused.value.names == ("model.k_scale_float",) and "Restart" in refused.value.hint
         worker._guard.scalars_changed, worker._guard.seal = list, lambda: done.append("seal")
-        worker._recapture()
+        capture(worker)
         assert done == ["recapture", "seal", "recapture", "seal"], "the capture is owed until it ends well"
 
     def test_a_capture_that_failed_is_made_up_for_though_the_numbers_are_back(self, worker: Any, done: list[str], monkeypatch: Any) -> None:
@@ -194,10 +201,10 @@ class TestAnUpdate:
 
         with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="out of memory"):
             failing.setattr("weightsync.worker.vllm_compat.recapture", fail)
-            worker._recapture()
+            capture(worker)
         worker._guard.scalars_changed = list
-        worker._recapture()
-        worker._recapture()
+        capture(worker)
+        capture(worker)
         assert done == ["recapture", "seal"]
 
     def test_a_runner_that_keeps_its_graphs_needs_no_capture_once_the_numbers_are_back(
@@ -208,21 +215,21 @@ class TestAnUpdate:
 
         monkeypatch.setattr("weightsync.worker.vllm_compat.graph_holders", refuse)
         with pytest.raises(UnsupportedEngine):
-            worker._recapture()
+            capture(worker)
         worker._guard.scalars_changed = list
-        worker._recapture()
+        capture(worker)
         assert done == []
 
     def test_without_graphs_a_changed_number_is_nothing(self, worker: Any, done: list[str]) -> None:
         worker._guard.sealed.counts = {}
-        worker._recapture()
+        capture(worker)
         assert done == []
 
     def test_without_graphs_a_changed_layout_costs_a_new_seal(self, worker: Any, done: list[str]) -> None:
         worker._guard.sealed.counts = {}
         worker._repaired = Adoption(changed_layout={"model.a": "was"}, conflicts={"model.c": "two"})
-        worker._recapture()
-        worker._recapture()
+        capture(worker)
+        capture(worker)
         assert done == ["seal"] and worker._repaired == Adoption(conflicts={"model.c": "two"})
 
     def test_what_was_taken_back_is_put_there_again_when_the_run_fails(self, worker: Any, done: list[str], monkeypatch: Any) -> None:

@@ -5,6 +5,9 @@ Not covered: memory of a real device (`tests/gpu`).
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import mmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,3 +89,80 @@ def test_a_staged_update_gives_its_tensors_and_leaves_out_what_is_skipped() -> N
     assert list(found) == ["a", "c"] and taken == ["a", "b", "c"]
     assert all(torch.equal(found[name], TENSORS[name]) for name in found)
     assert staged.on_host() is staged
+
+
+MEGABYTE = 1 << 20
+BIG = {"mine": torch.full((MEGABYTE,), 1, dtype=torch.uint8), "theirs": torch.full((3 * MEGABYTE,), 2, dtype=torch.uint8),
+       "more": torch.full((5 * MEGABYTE,), 3, dtype=torch.uint8), "last": torch.full((5,), 4, dtype=torch.uint8)}  # fmt: skip
+
+
+def resident(data: torch.Tensor) -> int:
+    """Bytes of a tensor's memory that are there, in whole pages."""
+    first = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = -(-(data.data_ptr() + data.nbytes - first) // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), found) == 0
+    return sum(page & 1 for page in found) * mmap.PAGESIZE
+
+
+def received(unused: list[int]) -> tuple[staging.Whole, int]:
+    """An update that came bucket by bucket, and the most bytes that it held meanwhile."""
+    manifest = offer(BIG).manifest
+    plan = plan_buckets(manifest, MEGABYTE // 2)
+    whole = staging.Whole(manifest, plan, staging.allocate(plan, "host", CPU, CPU), unused)
+    most = 0
+    for bucket in plan.buckets:
+        window = whole.window(bucket)
+        for piece in bucket.pieces:
+            run = list(BIG.values())[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+            window[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(run)
+        whole.landed(bucket)
+        assert all(torch.equal(whole.tensor(index), list(BIG.values())[index]) for index in bucket.complete)
+        most = max(most, resident(whole.data))
+        whole.hand_over(bucket.complete)
+    return whole, most
+
+
+def test_what_a_worker_does_not_need_is_proved_and_then_given_back() -> None:
+    whole, most = received([1, 2])
+    total = sum(t.nbytes for t in BIG.values())
+    assert resident(whole.data) <= MEGABYTE + 4 * mmap.PAGESIZE and most < total - 2 * MEGABYTE
+    taken: list[str] = []
+    staged = whole.update(LoadMap({}), ())
+    found = dict(staged.stream(taken))
+    assert list(found) == ["mine", "last"] and taken == list(BIG)
+    assert all(torch.equal(found[name], BIG[name]) for name in found)
+    assert resident(received([])[0].data) >= total
+
+
+def test_memory_that_is_not_kept_is_not_asked_for(free: dict[str, int]) -> None:
+    plan = plan_buckets(offer(BIG).manifest, MEGABYTE // 2)
+    spared, bucket = 8 * MEGABYTE, MEGABYTE // 2
+    free["cpu"] = int((plan.stream_bytes - spared + bucket) / 0.8) + 1
+    assert staging.allocate(plan, "host", CPU, CPU, spared).numel() == plan.stream_bytes
+    free["cpu"] -= 2
+    with pytest.raises(MemoryRefused, match=f"staging needs {plan.stream_bytes - spared + bucket} bytes of host"):
+        staging.allocate(plan, "host", CPU, CPU, spared)
+    free["cuda"] = int(plan.stream_bytes / 0.8) - 1
+    with pytest.raises(MemoryRefused, match=f"staging needs {plan.stream_bytes} bytes of device"):
+        staging.allocate(plan, "gpu", CUDA, CPU, spared)
+
+
+class OnDevice:
+    """Stands for bytes on a device."""
+
+    device = CUDA
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.numel = data, data.numel
+
+    def __getitem__(self, run: slice) -> torch.Tensor:
+        return self.data[run]
+
+
+def test_what_is_kept_of_a_device_is_what_is_needed() -> None:
+    staged = received([1, 2])[0].update(LoadMap({}), ())
+    kept = dataclasses.replace(staged, data=OnDevice(staged.data)).on_host()
+    assert resident(kept.data) <= MEGABYTE + 4 * mmap.PAGESIZE
+    found = dict(kept.stream([]))
+    assert list(found) == ["mine", "last"] and all(torch.equal(found[name], BIG[name]) for name in found)

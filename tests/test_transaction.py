@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ class Engine:
         assert args == ("u",)
         self.calls.append(method)
         report = self.script.pop(0)[1] if self.script and self.script[0][0] == method else OK[method]
-        return [encode(report), encode(OK[method])]
+        return [encode(report), encode(replace(OK[method], rank=1))]
 
 
 def run(engine: Engine, tries: int = 2, seconds_for_all: float = 60.0) -> tuple[Transaction, BaseException | None]:
@@ -82,7 +83,7 @@ def test_the_last_failure_is_told(tries: int, seconds_for_all: float, calls: int
     script: Sequence[tuple[str, WorkerReport]] = [(APPLY, failed(ApplyFailed(f"no {n}"))) for n in range(3)]
     engine = Engine(*script)
     transaction, error = run(engine, tries, seconds_for_all)
-    assert isinstance(error, ApplyFailed) and error.message == f"no {calls - 1}"
+    assert isinstance(error, ApplyFailed) and error.message == f"worker 0 of 2: no {calls - 1}"
     assert engine.calls == [APPLY] * calls
     assert transaction.wrote and transaction.phase == Phase.APPLY
 
@@ -128,3 +129,4 @@ def test_an_engine_goes_back_and_keeps_what_had_failed(well: bool) -> None:
             asyncio.run(transaction.roll_back())
         assert transaction.wrote and "rolled_back" not in transaction.checks
     assert transaction.checks["second_tries"] == 1 and Phase.ROLLBACK in transaction.seconds
+    assert transaction.ranks == {"0": "verdict_not_ok: no", "1": "verified"}, "where each worker stood in the update itself"

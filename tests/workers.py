@@ -124,17 +124,18 @@ class Worker:
     Args:
         frozen: patterns of names that may be left out.
         workers: of the engine.
+        rank: this one's.
         retain, stage: of every update's order.
     """
 
-    def __init__(self, frozen: Collection[str] = (), workers: int = 1, retain: bool = True, stage: str = "auto") -> None:
+    def __init__(self, frozen: Collection[str] = (), workers: int = 1, retain: bool = True, stage: str = "auto", rank: int = 0) -> None:
         self.model, self._retain, self._stage, self._updates = Model(), retain, stage, 0
         config = SimpleNamespace(
             model_config=SimpleNamespace(hf_config=SimpleNamespace(), model="/nowhere"),
-            parallel_config=SimpleNamespace(world_size=workers),
+            parallel_config=SimpleNamespace(world_size_across_dp=workers),
             told={"frozen": list(frozen)},
         )
-        self.applier = applier.Applier(self.model, None, config, CPU, 0)
+        self.applier = applier.Applier(self.model, None, config, CPU, rank)
         self.guard: Guard = self.applier._guard  # type: ignore[assignment]
 
     def begin(self, tensors: Tensors) -> str:
@@ -197,6 +198,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         missing_layers=lambda model, filled: [],
         reload_waiting=lambda model: {},
         Reload=Reload,
+        together=lambda part: part(),  # workers of one process, called one after the other, can't wait for each other
         WRITTEN_IN_PLACE=(),
     )
     monkeypatch.setattr(applier, "vllm_compat", fakes)

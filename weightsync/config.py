@@ -62,7 +62,14 @@ class EngineSettings(_Section):
     cpus: float = Field(default=1.0, gt=0)
     """CPU cores that Ray reserves for one engine."""
     gpus: float | None = Field(default=None, ge=0)
-    """GPUs that Ray reserves for one engine; 1 with CUDA when not given. A fraction lets engines share a GPU."""
+    """GPUs that Ray reserves for one engine; one for each of its workers with CUDA when not given. A fraction lets engines of
+    one worker share a GPU."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Workers that share every layer of one engine."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages of one engine, each with some of its layers."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Copies of the model inside one engine, each with all of the above. A dense model gains nothing over engine.count."""
     port_base: int = Field(default=0, ge=0, le=65_000)
     """Port of the first engine's OpenAI-compatible application; 0 takes free ports."""
     served_model_name: str = "policy"
@@ -100,9 +107,28 @@ class EngineSettings(_Section):
             raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
         if "weightsync" in (value.get("additional_config") or {}):
             raise ValueError("additional_config without weightsync: that is engine.frozen, engine.strict and engine.unknown_vllm")
-        if value.get("data_parallel_size", 1) != 1:
-            raise ValueError("data_parallel_size 1: run more engines (engine.count) instead")
+        if clash := sorted(name for name in value if name in cls.model_fields and name.endswith("_parallel_size")):
+            raise ValueError(f"{', '.join(clash)} as settings of their own: engine.{clash[0]}")
+        if clash := sorted(name for name in value if name == "nnodes" or name.startswith("data_parallel_")):
+            raise ValueError(f"no {', '.join(clash)}: an engine with all its workers lives on one node")
+        if value.get("enable_eplb"):
+            # Where an expert lies would change between two updates, and with it what the load map says.
+            raise ValueError("no enable_eplb: experts that move while an engine serves can't be updated")
         return value
+
+    @model_validator(mode="after")
+    def _gpus_for_all_workers(self) -> EngineSettings:
+        if self.workers > 1 and self.gpus is not None and self.gpus != self.workers:
+            parts = " x ".join(f"{kind} {getattr(self, f'{kind}_parallel_size')}" for kind in ("tensor", "pipeline", "data"))
+            raise ValueError(
+                f"engine.gpus: got {self.gpus:g}, want {self.workers} or nothing: every worker of an engine has a GPU of its own ({parts})"
+            )
+        return self
+
+    @property
+    def workers(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 class ApiSettings(_Section):
@@ -329,7 +355,7 @@ def _complaint(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key"
     want = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not key:  # of several keys together, and says which itself
+    if not key or want.startswith(f"{key}."):  # of several keys together, and says which itself
         return want
     return f"{key}: got {_shown(key, error['input'])}, want {want}"
 

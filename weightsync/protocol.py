@@ -250,7 +250,7 @@ class WorkerReport:
     """What one worker says of one update. Never an exception: an RPC must not raise.
 
     Attributes:
-        rank: the worker's rank within its engine.
+        rank: the worker's, among all of its engine: data-parallel copies one after the other.
         state: `none`, `receiving`, `staged`, `applied`, `verified`, `rolled_back` or `failed`.
         tensors, nbytes: received and checked so far.
         seconds: by phase.
@@ -258,6 +258,7 @@ class WorkerReport:
         wrote: live storage has been touched, so the engine can't just go on.
         checks: what the verdict counted, for example `addresses` or `layers`.
         place: where this worker's weights lie, when it was asked what it is.
+        unclaimed: names of the manifest that this worker can't place, with how to say each; refused when no worker can.
     """
 
     rank: int
@@ -270,6 +271,7 @@ class WorkerReport:
     wrote: bool = False
     checks: dict[str, int] = field(default_factory=dict)
     place: Place | None = None
+    unclaimed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,7 @@ class EngineVerdict:
         seconds: by phase.
         checks: what was proved, summed over its workers.
         error: why it did not commit.
+        ranks: where each of its workers stood: a worker's state, or the code and message of what failed in it.
     """
 
     engine: int
@@ -295,6 +298,7 @@ class EngineVerdict:
     seconds: dict[str, float] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)
     error: dict[str, Any] | None = None
+    ranks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

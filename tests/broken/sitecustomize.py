@@ -1,7 +1,7 @@
 """Faults on order in a real engine's worker: this folder on PYTHONPATH, and FAULT_FILE with what is to fail.
 
-The file has JSON: `engine` (ordinal), `step` (`apply`, `verify` or `either`), `at` (tensors that are loaded before
-it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
+The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`), `at` (tensors that
+are loaded before it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
 
 Not covered: faults outside a worker.
 """
@@ -31,6 +31,8 @@ def due(applier: Any, step: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     if fault["times"] < 1 or fault["step"] not in (step, "either") or applier._receiver.order.engine != fault["engine"]:
+        return None
+    if applier.rank != fault["rank"]:
         return None
     part = file.with_suffix(".part")  # other workers read it at any moment
     part.write_text(json.dumps(fault | {"times": fault["times"] - 1}))

@@ -134,9 +134,11 @@ class Cluster:
     async def _start_actors(self) -> None:
         import ray
 
-        from weightsync.fleet import controller, engine_actor
+        from weightsync.fleet import controller, engine_actor, placement
         from weightsync.fleet.calls import call
 
+        gpus = engine_actor.engine_options(self.settings, 0)["num_gpus"]
+        placement.require_gpus(self.settings.engine, gpus, ray.nodes(), may_grow=bool(self.settings.ray.address))
         timeout = self.settings.engine.start_timeout_seconds
         for ordinal in range(self.settings.engine.count):
             try:

@@ -20,21 +20,23 @@ import logging
 import os
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
 import uvicorn
 
 from weightsync import config
-from weightsync.codec import encode
+from weightsync.codec import decode, encode
 from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
+from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.salt import Salt
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.transaction import Transaction
-from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
+from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +87,17 @@ class EngineActor:
         os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
-        reports = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
-        self._places = [report["place"] for report in sorted(reports, key=lambda report: int(report["rank"]))]
+        await self._engine.make_stages()
+        answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
         await asyncio.to_thread(self._scratch.note)
-        for report in reports:
-            if report["error"]:
-                self._state, self._reason = EngineState.QUARANTINED, report["error"]["code"]
-                raise WeightSyncError.from_dict(report["error"])
+        reports = [decode(WorkerReport, answer) for answer in answers]
+        if (error := failure(reports)) is not None:
+            self._state, self._reason = EngineState.QUARANTINED, error.code
+            raise error
+        require_ranks(reports, self._settings.engine.workers)
+        self._places = [encode(report.place) if report.place else None for report in sorted(reports, key=lambda report: report.rank)]
         if self._settings.sync.rollback == "host":
-            kept = sum(report["checks"].get("checkpoint_bytes", 0) for report in reports)
+            kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
         inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
@@ -237,7 +241,8 @@ class EngineActor:
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, update_id
-        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, transaction.seconds, transaction.checks)
+        seconds, checks, ranks = transaction.seconds, transaction.checks, transaction.ranks
+        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks, ranks=ranks)
 
     async def _go_on(self, engine: vllm_api.Engine, version: int) -> None:
         """What follows a verdict that is ok: caches by the policy, then the version, then requests."""
@@ -269,10 +274,10 @@ class EngineActor:
         with contextlib.suppress(Exception):  # likewise
             await self._live().rpc("weightsync_abort", update_id)  # lets the staged bytes go
         self._version = self._version if self._state == EngineState.SERVING else None
-        seconds, checks = (transaction.seconds, transaction.checks) if transaction else ({}, {})
-        return EngineVerdict(
-            self._ordinal, False, self._version, self._state, time.monotonic() - began, seconds, checks, error=error.to_dict()
-        )
+        verdict = EngineVerdict(self._ordinal, False, self._version, self._state, time.monotonic() - began, error=error.to_dict())
+        if transaction is None:
+            return verdict
+        return replace(verdict, seconds=transaction.seconds, checks=transaction.checks, ranks=transaction.ranks)
 
     async def _resumed(self) -> bool:
         """Whether requests go on with the version before."""
@@ -321,13 +326,13 @@ def engine_options(settings: config.Settings, ordinal: int) -> dict[str, Any]:
     on_cpu = vllm_api.device_of(engine) == "cpu"
     environment = dict(vllm_api.ENVIRONMENT)
     if on_cpu:
-        environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus)))}
+        environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus / engine.workers)))}
     return {
         "name": f"engine-{ordinal}",
         "namespace": settings.namespace,
         "lifetime": "detached",
         "num_cpus": engine.cpus,
-        "num_gpus": 0 if on_cpu else (1 if engine.gpus is None else engine.gpus),
+        "num_gpus": 0 if on_cpu else (engine.workers if engine.gpus is None else engine.gpus),
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 64,

@@ -20,6 +20,7 @@ from weightsync.config import SyncSettings
 from weightsync.errors import EngineDied, InternalError, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.reports import failure
 from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
 
 _TIMEOUT_SECONDS = 10.0
@@ -85,7 +86,7 @@ class Roster:
         """Tell every worker of an engine of an update.
 
         Raises:
-            WeightSyncError: the first worker's that refuses, or the engine does not answer.
+            WeightSyncError: a worker refuses, no worker knows a name, or the engine does not answer.
         """
         await self._reports(order.engine, self._handle(order.engine).begin, encode(order))
 
@@ -93,7 +94,7 @@ class Roster:
         """Whether every worker of an engine can apply the update now.
 
         Raises:
-            WeightSyncError: the first worker's in which it failed, or the engine does not answer.
+            WeightSyncError: it failed in a worker, or the engine does not answer.
         """
         reports = await self._reports(ordinal, self._handle(ordinal).poll)
         return all(report.state == "staged" and report.update_id == update.request.update_id for report in reports)
@@ -127,9 +128,7 @@ class Roster:
     async def _reports(self, ordinal: int, method: Any, *args: Any) -> list[WorkerReport]:
         answers = await call(method, *args, timeout_seconds=self._sync.control_timeout_seconds, engine=ordinal)
         reports = [decode(WorkerReport, answer) for answer in answers]
-        for report in reports:
-            if report.error is not None:
-                error = WeightSyncError.from_dict(report.error)
-                error.engine = ordinal
-                raise error
+        if (error := failure(reports)) is not None:
+            error.engine = ordinal
+            raise error
         return reports

@@ -14,7 +14,8 @@ import time
 from typing import Any, Protocol
 
 from weightsync.codec import decode
-from weightsync.errors import ApplyFailed, InternalError, VerdictNotOk, WeightSyncError
+from weightsync.errors import ApplyFailed, InternalError, VerdictNotOk
+from weightsync.fleet import reports as reports_of
 from weightsync.protocol import Phase, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Transaction:
         wrote: live storage does not hold what it held before.
         seconds: by phase.
         checks: what the workers counted, summed; `second_tries` and `rolled_back` are ours.
+        ranks: where each worker stood in the update itself.
     """
 
     def __init__(self, engine: PausableEngine, update_id: str, *, tries: int, seconds_for_all: float) -> None:
@@ -49,6 +51,7 @@ class Transaction:
         self.phase, self.wrote = Phase.PAUSE, False
         self.seconds: dict[str, float] = {}
         self.checks: dict[str, int] = {}
+        self.ranks: dict[str, str] = {}
         self._ours: dict[str, int] = {}
         self._began = time.monotonic()
 
@@ -100,9 +103,10 @@ class Transaction:
         # What is verified is the new version, and not yet the engine's: caches and the stamp come behind.
         self.wrote = any(report.wrote for report in reports) or phase == Phase.VERIFY
         self.checks = _sum(reports) | self._ours
-        for report in reports:
-            if report.error is not None:
-                raise WeightSyncError.from_dict(report.error)
+        if phase != Phase.ROLLBACK:
+            self.ranks = reports_of.standings(reports)
+        if (error := reports_of.failure(reports)) is not None:
+            raise error
 
 
 def _sum(reports: list[WorkerReport]) -> dict[str, int]:

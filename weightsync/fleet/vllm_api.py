@@ -3,7 +3,7 @@
 The engine's half of the adaptation to vLLM (`worker/vllm_compat/` is the
 worker's). vLLM is imported when called, so that actors without an engine stay small.
 
-Not covered: several data-parallel ranks inside one engine (refused in `config`).
+Not covered: engines over more than one node (refused in `config`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from weightsync.errors import UnsupportedEngine, VerdictNotOk
 logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 256 << 20
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _RESET_TRIES = 5
 _RESET_PAUSE_SECONDS = 0.01
 #: What vLLM reads from the environment of an engine actor on a CPU. Workers of two
@@ -63,6 +64,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enforce_eager": settings.enforce_eager or on_cpu,
         "skip_tokenizer_init": not has_tokenizer(settings.model),
         **({"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}),
+        **{name: size for name in _PARALLEL if (size := getattr(settings, name)) > 1},
         **settings.extra,
     }
     return arguments
@@ -109,8 +111,18 @@ class Engine:
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call the worker extension on every worker; their answers in order of rank."""
-        answers: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=args)
-        return answers
+        # The public collective_rpc gives back the answers of the first data-parallel rank alone.
+        cores = await self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        answers: list[dict[str, Any]] = [answer for workers in cores for answer in workers]
+        return sorted(answers, key=lambda answer: int(answer["rank"]))
+
+    async def make_stages(self) -> None:
+        """Have later stages of a pipeline make the buffers that they are handed.
+
+        On a CPU vLLM leaves out the first run in which they would, and the first request would end the engine.
+        """
+        if self._settings.pipeline_parallel_size > 1 and device_of(self._settings) == "cpu":
+            await self.llm.engine_core.execute_dummy_batch_async()
 
     async def pause(self) -> bool:
         """Freeze requests in flight, keep their caches; returns whether the core confirms it."""

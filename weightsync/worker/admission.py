@@ -68,7 +68,14 @@ class Frozen:
         return [name for name in sorted(self.sent) if not self._paths[name] <= update.filled().keys()]
 
 
-def admit(manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Module], tied: bool, frozen: Frozen | None = None) -> LoadMap:
+def admit(
+    manifest: Manifest,
+    base: LoadMap,
+    make_twin: Callable[[], torch.nn.Module],
+    tied: bool,
+    frozen: Frozen | None = None,
+    alone: bool = True,
+) -> LoadMap:
     """Decide whether a manifest is a complete set of weights for this engine.
 
     Args:
@@ -77,6 +84,8 @@ def admit(manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Mo
         make_twin: builds a meta twin; called only when the manifest differs from `base`.
         tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
         frozen: what may be left out, layer by layer.
+        alone: the engine has no other worker. Others may take what this one's loaders pass over: it is `unclaimed` then, and refused
+            where all answers are known.
 
     Returns:
         The map of this manifest.
@@ -99,7 +108,7 @@ def admit(manifest: Manifest, base: LoadMap, make_twin: Callable[[], torch.nn.Mo
     except ManifestRefused as exc:
         raise comparison.refused_by_loader(exc) from exc
     found.names = resolved.names
-    comparison.require_same_places(found, tied)
+    comparison.require_same_places(found, tied, alone)
     return found
 
 
@@ -114,7 +123,8 @@ def tied_heads(found: LoadMap) -> dict[str, list[str]]:
 
     heads = [spec for name, spec in found.specs.items() if name not in found.writes and name.endswith("lm_head.weight") and is_head(name)]
     taken = [spec for spec in found.specs.values() if spec.name in found.writes]
-    return {head.name: [s.name for s in taken if (s.shape, s.dtype) == (head.shape, head.dtype)] for head in heads}
+    sources = {head.name: [s.name for s in taken if (s.shape, s.dtype) == (head.shape, head.dtype)] for head in heads}
+    return {head: names for head, names in sources.items() if names}
 
 
 def other_heads(
@@ -206,7 +216,7 @@ class _Comparison:
             return self._refuse(kinds, self._unknown, advice=advice, loader=said)
         return self._refuse({"unknown": self._closest([name])}, [name], loader=said)
 
-    def require_same_places(self, found: LoadMap, tied: bool) -> None:
+    def require_same_places(self, found: LoadMap, tied: bool, alone: bool) -> None:
         """Refuse what the loaders make of the manifest where it is not what they make of the engine's own checkpoint."""
         base = self._base
         heads = tied_heads(found) if tied else {}
@@ -216,6 +226,9 @@ class _Comparison:
         # What the engine's own checkpoint leaves as it was made would keep this update's value in all later ones.
         new = {name: places for name, places in found.writes.items() if name not in base.specs}
         beside = regions.uncovered(new, (place for places in base.writes.values() for place in places))
+        if not alone:
+            found.unclaimed = dict(zip([self._raw.get(name, name) for name in passed_over], self._closest(passed_over), strict=True))
+            passed_over = []
         unknown = passed_over + list(beside)
         lacking = regions.uncovered(base.writes, (place for places in found.writes.values() for place in places))
         half = self._half_frozen(found, [name for name in lacking if name in self._frozen and name not in found.specs])

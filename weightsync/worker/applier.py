@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from typing import Any
 import torch
 
 from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
-from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
+from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.storage.owners import Walk
 from weightsync.storage.pins import places
 from weightsync.transport import digest
 from weightsync.transport.local import place_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
+from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.staging import Staged
 from weightsync.worker.stored import Stored, checkpoint_tensors, registered
@@ -52,7 +54,7 @@ class Applier:
         runner: vLLM's model runner, whose buffers captured graphs read too.
         vllm_config: the engine's configuration.
         device: the worker's device.
-        rank: rank within the engine.
+        rank: of this worker, among all of its engine.
 
     Raises:
         UnsupportedEngine: a layer of this model has not been proved.
@@ -87,7 +89,7 @@ class Applier:
         self._map = self._base
         self._heads: dict[str, list[str]] = {}
         self._stored: Stored | None = None
-        self._alone = vllm_config.parallel_config.world_size == 1  # no other worker can fail where this one does not
+        self._alone = vllm_config.parallel_config.world_size_across_dp == 1  # no other worker has a part of the model
         self._retained: Staged | None = None  # the update that was committed last, where it is kept
         self._back: Staged | None = None  # the same, while it is brought back
         self._counts = ""  # the update that the engine has said counts
@@ -105,7 +107,7 @@ class Applier:
         return self._wrote
 
     def describe(self, verify_stored: bool = False) -> WorkerReport:
-        """What was sealed at the start, and how many bytes a complete update has.
+        """What was sealed at the start, and how many bytes of a complete update this worker needs.
 
         Args:
             verify_stored: find out which parameters hold the checkpoint's bytes, to compare them after updates.
@@ -114,8 +116,9 @@ class Applier:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
         digest.prepare(self.device, (spec.dtype for spec in self._base.specs.values()))
         sealed = self._guard.sealed
-        counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
-        counts |= {**sealed.counts, **self._lazies.counts}
+        unused = self._unused(self._base, tuple(self._base.specs.values()))
+        nbytes = sum(spec.nbytes for index, spec in enumerate(self._base.specs.values()) if index not in unused)
+        counts = {"addresses": len(self._seal), "checkpoint_bytes": nbytes, **sealed.counts, **self._lazies.counts}
         return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks=counts, place=place_of(self.device))
 
     def contract(self) -> ContractReport:
@@ -135,7 +138,7 @@ class Applier:
                 self._retained = None  # whether the engine holds that one or this one nobody has said
             current.discard()
         self._map = admission.admit(
-            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen
+            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen, self._alone
         )
         self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
@@ -146,11 +149,15 @@ class Applier:
             )
         dtypes = self._map.loaded_as()
         connect, landing = self._joining.begin(order), joining.landing(order, self.device)
-        self._receiver = Receiver(order, self.rank, self.device, landing, connect, dtypes)
+        unused = self._unused(self._map, order.request.manifest.tensors)
+        self._receiver = Receiver(order, self.rank, self.device, landing, connect, dtypes, unused)
         self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
         return self.report()
+
+    def _unused(self, load_map: LoadMap, specs: Sequence[TensorSpec]) -> frozenset[int]:
+        return frozenset() if self._alone else load_map.unused(spec.name for spec in specs)
 
     def report(self) -> WorkerReport:
         """Where the update stands; answers at once."""
@@ -172,6 +179,7 @@ class Applier:
             error=self._error.to_dict() if self._error else None,
             wrote=self._wrote,
             checks=dict(self._checks),
+            unclaimed=self._map.unclaimed,
         )
 
     def apply(self, update_id: str) -> WorkerReport:
@@ -205,7 +213,7 @@ class Applier:
         return receiver.held().update(self._map, self._heads.keys())
 
     def _load(self, incoming: Staged | Streamed) -> WeightSyncError | None:
-        counts: dict[str, int] = {}
+        counts: dict[str, int] = {"not_kept": len(incoming.unused)} if isinstance(incoming, Staged) else {}
         try:
             loading.load(self.model, self.vllm_config, self._fresh, incoming, counts)
         except WeightSyncError as exc:
@@ -215,47 +223,66 @@ class Applier:
         return None
 
     def _refresh(self) -> dict[str, int]:
-        """Have the model fill in again what its first run had filled in. Costs a run only where there is something."""
-        if not len(self._lazies):
-            return {}
+        """Have the model fill in again what its first run had filled in. Costs a run only where there is something in a worker."""
+
+        def take_back() -> bool:
+            if found := bool(len(self._lazies)):
+                self._lazies.reset()
+            return found
+
         try:
-            self._lazies.reset()
-            vllm_compat.run_once(self._runner)
+            if self._together(take_back):
+                vllm_compat.run_once(self._runner)
         finally:
-            counts = self._lazies.settle()
+            counts = self._lazies.settle() if len(self._lazies) else {}
         return counts
 
-    def _recapture(self) -> None:
-        """Capture graphs anew where a number or a layout has changed that they hold, or an earlier capture did not end well."""
+    def _together(self, part: Callable[[], bool]) -> bool:
+        return part() if self._alone else vllm_compat.together(part)
+
+    def _repair(self) -> bool:
+        """Bring what moved back; whether graphs must be captured anew."""
+        self._repaired = self._guard.repair()
+        self._count(self._repaired.counts)
+        return self._owes_capture()
+
+    def _owes_capture(self) -> bool:
+        """Whether a number or a layout has changed that captured graphs hold, or an earlier capture did not end well."""
         if not self._guard.sealed.counts.get("graphs"):
             if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
                 self._guard.seal()
                 self._repaired = replace(self._repaired, changed_layout={})
-            return
-        changed = sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
+            return False
         # Graphs that were captured while an update was half done read what nobody had sealed.
-        if changed or self._released or self._guard.outdated:
-            logger.log(
-                logging.DEBUG if self._recaptured else logging.WARNING,
-                "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
-                *(len(changed), ", ".join(changed[:5])),
+        return bool(self._changed()) or self._released or self._guard.outdated
+
+    def _changed(self) -> list[str]:
+        return sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
+
+    def _recapture(self) -> None:
+        """Capture graphs anew."""
+        changed = self._changed()
+        logger.log(
+            logging.DEBUG if self._recaptured else logging.WARNING,
+            "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
+            *(len(changed), ", ".join(changed[:5])),
+        )
+        began = time.monotonic()
+        release = vllm_compat.graph_holders(self._runner)
+        self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
+        vllm_compat.recapture(self._runner, self.vllm_config, release)
+        if kept := self._guard.seal():
+            raise UnsupportedEngine(
+                f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
+                hint="Restart this engine on the new weights, or start it with enforce_eager",
+                names=changed,
             )
-            began = time.monotonic()
-            release = vllm_compat.graph_holders(self._runner)
-            self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
-            vllm_compat.recapture(self._runner, self.vllm_config, release)
-            if kept := self._guard.seal():
-                raise UnsupportedEngine(
-                    f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
-                    hint="Restart this engine on the new weights, or start it with enforce_eager",
-                    names=changed,
-                )
-            # What could not be brought back to the old captures' storage is where the new ones read it.
-            self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
-            self._lazies.note_captured()
-            self._recaptured, self._released = True, False
-            self._checks["recaptured"] = len(changed)
-            self._seconds["recapture"] = time.monotonic() - began
+        # What could not be brought back to the old captures' storage is where the new ones read it.
+        self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
+        self._lazies.note_captured()
+        self._recaptured, self._released = True, False
+        self._checks["recaptured"] = len(changed)
+        self._seconds["recapture"] = time.monotonic() - began
 
     def verify(self, update_id: str) -> WorkerReport:
         """Bring the rest after the loaded weights, and prove them. Asked for when every worker of the engine has loaded them."""
@@ -266,8 +293,6 @@ class Applier:
         self._seconds["verify"] = time.monotonic() - began
         proved = "verified" if self._back is None else "rolled_back"
         self._state, self._wrote = ("failed", True) if self._error else (proved, False)
-        if self._state == "verified" and self._alone and not receiver.order.retain:
-            receiver.discard()  # nobody can need them any more
         return self.report()
 
     def keep(self, update_id: str) -> WorkerReport:
@@ -319,9 +344,8 @@ class Applier:
         """
         self._count(self._refresh())
         self._guard.unproven = (*self._lazies.unrefreshable, *self._lazies.kept)
-        self._repaired = self._guard.repair()
-        self._count(self._repaired.counts)
-        self._recapture()
+        if self._together(self._repair):
+            self._recapture()
 
     def _prove(self) -> VerdictNotOk | None:
         """What stands against the update as it is now; None when it holds."""

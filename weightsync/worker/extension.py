@@ -64,7 +64,7 @@ class WeightSyncExtension:
 
     def weightsync_contract(self) -> dict[str, Any]:
         """The storage contract, as it was sealed and as it fared since."""
-        rank = int(getattr(self, "rank", 0))
+        rank = self._weightsync_rank()
         try:
             answer = ContractAnswer(rank, self._weightsync().contract())
         except WeightSyncError as exc:
@@ -74,11 +74,18 @@ class WeightSyncExtension:
         plain: dict[str, Any] = encode(answer)
         return plain
 
+    def _weightsync_rank(self) -> int:
+        """Among all workers of the engine: vLLM's own rank begins at 0 in each of its data-parallel copies."""
+        worker: Any = self
+        parallel = worker.vllm_config.parallel_config
+        copies_before = getattr(parallel, "data_parallel_index", 0)  # also asked in a vLLM that nobody knows, where nothing may raise
+        return int(copies_before * parallel.world_size + worker.rank)
+
     def _weightsync(self) -> Applier | Observer:
         applier = getattr(self, "_weightsync_applier", None)
         if applier is None:
             worker: Any = self
-            holder = worker.get_model(), worker.model_runner, worker.vllm_config, torch.device(worker.device), int(worker.rank)
+            holder = worker.get_model(), worker.model_runner, worker.vllm_config, torch.device(worker.device), self._weightsync_rank()
             try:
                 vllm_compat.require_supported()
                 applier = Applier(*holder)
@@ -102,4 +109,4 @@ class WeightSyncExtension:
     def _weightsync_failed(self, error: WeightSyncError) -> WorkerReport:
         applier: Applier | Observer | None = getattr(self, "_weightsync_applier", None)
         wrote = applier is not None and applier.wrote  # not its report, which may be what raised
-        return WorkerReport(int(getattr(self, "rank", 0)), error.update_id or "", "failed", error=error.to_dict(), wrote=wrote)
+        return WorkerReport(self._weightsync_rank(), error.update_id or "", "failed", error=error.to_dict(), wrote=wrote)

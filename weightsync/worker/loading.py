@@ -88,14 +88,27 @@ def require_complete(incoming: Staged | Streamed, taken: list[str], waiting: dic
     for path, count in incoming.load_map.filled().items():
         layer = path.rpartition(".")[0]
         want[layer] = want.get(layer, 0) + count
-    short = [
-        f"{layer} ({loaded} of {want[layer]} elements)"
+    short = {
+        layer: f"{layer} ({loaded} of {want[layer]} elements)"
         for layer, loaded in waiting.items()
         if 0 < want.get(layer, 0) and loaded < want[layer] and not _loaded_directly(incoming.load_map, layer)
-    ]
+    }
     if short:
-        raise ApplyFailed(f"{len(short)} layer(s) are incomplete: {', '.join(short[:20])}", names=short)
+        raise _incomplete(incoming, short)
     return {"tensors": len(taken), "layers": len(want)}
+
+
+def _incomplete(incoming: Staged | Streamed, short: dict[str, str]) -> ApplyFailed:
+    """What is missing from layers, by the names of the checkpoint; `short` has the layers, with how to say them."""
+    sent = {incoming.load_map.name(spec.name) for spec in incoming.manifest.tensors}
+    missing: list[str] = []
+    said = []
+    for layer, text in short.items():
+        into = [name for name, places in incoming.load_map.writes.items() if any(place[0].rpartition(".")[0] == layer for place in places)]
+        absent = [name for name in into if name not in sent]
+        missing += absent or into
+        said.append(f"{text}: {', '.join((absent or into)[:5])} {'did not come' if absent else 'came, and a loader passed over some'}")
+    return ApplyFailed(f"{len(short)} layer(s) are incomplete: {'; '.join(said[:20])}", names=list(dict.fromkeys(missing)))
 
 
 def _loaded_directly(load_map: LoadMap, layer: str) -> bool:

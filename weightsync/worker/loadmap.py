@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weightsync.errors import ManifestRefused
 from weightsync.protocol import TensorSpec
@@ -64,6 +66,9 @@ class LoadMap:
         aliases: paths of parameters that have another path too.
         names: what the trainer calls them, to the engine's names, where the two differ.
         copies: for each source tensor, those of its writes that copied elements as they are.
+        touched: source tensors of which a loader did more than look at their shapes and take views.
+        unclaimed: what no loader of this worker takes and its checkpoint has not, by the trainer's name, with how to say it: other
+            workers of the engine may take it.
     """
 
     specs: dict[str, TensorSpec]
@@ -73,6 +78,8 @@ class LoadMap:
     aliases: frozenset[str] = frozenset()
     names: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    unclaimed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._filled: dict[str, int] | None = None
@@ -85,6 +92,10 @@ class LoadMap:
         """Dtype of what each tensor is loaded into, by the trainer's name."""
         raw = {name: raw for raw, name in self.names.items()}
         return {raw.get(name, name): dtype for name, dtype in self.dtypes.items()}
+
+    def unused(self, names: Iterable[str]) -> frozenset[int]:
+        """Which of the trainer's tensors this worker can do without: other stages' layers, other workers' experts."""
+        return frozenset(index for index, raw in enumerate(names) if self.name(raw) not in self.touched)
 
     def filled(self) -> dict[str, int]:
         """Elements of each parameter that are filled, by its path in the model."""
@@ -102,6 +113,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not _is_view(func):
+            self._touch(tree_leaves((args, kwargs)))
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             path = self._owners.get(args[0].untyped_storage()._cdata)
             # A loader may hold tensors back until it has others; only a copy of one is not known by its memory.
@@ -110,6 +123,10 @@ class _Recorder(TorchDispatchMode):
                 self._note(path, args[0], name)
                 self._note_copy(path, args[0], args[1])
         return out
+
+    def _touch(self, values: Sequence[Any]) -> None:
+        storages = (value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor))
+        self._map.touched.update(self._sources[storage] for storage in storages if storage in self._sources)
 
     def _note(self, path: str, into: torch.Tensor, name: str) -> None:
         self._map.writes.setdefault(name, []).append(regions.region(path, into.storage_offset(), into.shape, into.stride()))
@@ -144,12 +161,13 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
         paths.setdefault(id(tensor), []).append(path)
     result.aliases = frozenset(path for shared in paths.values() if len(shared) > 1 for path in shared)
     at = [""]
+    given: list[tuple[str, StorageWeakRef]] = []  # a weak reference suffices to keep an identity from being used again
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
             at[0] = spec.name
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            keep.append(tensor)
+            given.append((spec.name, StorageWeakRef(tensor.untyped_storage())))
             sources[tensor.untyped_storage()._cdata] = spec.name
             yield spec.name, tensor
 
@@ -159,6 +177,7 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
     except Exception as exc:
         said = str(exc).strip() or type(exc).__name__
         raise ManifestRefused(f"the model's loader refused {at[0]!r}: {said[:500]}", names=[at[0]]) from exc
+    result.touched.update(name for name, storage in given if not storage.expired())  # kept as it is
     result.writes = {name: result.writes[name] for name in result.specs if name in result.writes}
     result.twice = regions.overlaps(result.writes)
     return result
@@ -183,6 +202,12 @@ def checkpoint_specs(folder: Path) -> list[TensorSpec]:
             if name != "__metadata__":
                 specs.append(TensorSpec(name, _SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])))
     return specs
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator only gives another look at its argument's memory."""
+    returns = func._schema.returns
+    return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
 def _view(tensor: torch.Tensor) -> View:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -46,6 +46,7 @@ class Receiver:
             are staged elsewhere, they are moved bucket by bucket.
         connect: returns the communicator of the order's generation, making it if need be.
         dtypes: of what tensors are loaded into, by the tensor's name, where that can differ from what is sent.
+        unused: tensors, by their index in the manifest, that need not be kept once they are proved.
 
     Raises:
         MemoryRefused: the stream would not fit where it is to be staged.
@@ -60,6 +61,7 @@ class Receiver:
         landing: torch.device,
         connect: Callable[[], Channel],
         dtypes: Mapping[str, str] | None = None,
+        unused: Collection[int] = (),
     ) -> None:
         self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
         request = order.request
@@ -71,7 +73,7 @@ class Receiver:
             raise InternalError("trainer and worker computed different bucket plans", hint="Install the same weightsync on both sides")
         self._deadline = time.monotonic() + request.timeout_seconds
         self._cancelled = threading.Event()
-        self.into: staging.Whole | streaming.Passing | None = self._make(device)
+        self.into: staging.Whole | streaming.Passing | None = self._make(device, unused)
         # Where copies go on a stream of their own, so as not to queue behind the engine's work; memory that it had before is free then.
         self._busy = device if landing.type == "cpu" else landing
         self._allocated = now(self._busy)
@@ -117,7 +119,7 @@ class Receiver:
             raise InternalError("the bytes of this update were let go of", update_id=self.order.request.update_id)
         return self.into
 
-    def _make(self, device: torch.device) -> staging.Whole | streaming.Passing:
+    def _make(self, device: torch.device, unused: Collection[int]) -> staging.Whole | streaming.Passing:
         order, manifest = self.order, self.order.request.manifest
         if order.stage == "none":
             largest = max((spec.nbytes for spec in manifest.tensors), default=0)
@@ -125,7 +127,8 @@ class Receiver:
             return streaming.Passing(manifest, self.plan, self._landing, self._deadline, self._cancelled.is_set)
         # What is kept when it is committed had better be on the host from the start: copying it there takes time.
         stage = "host" if order.retain and order.stage == "auto" else order.stage
-        return staging.Whole(manifest, self.plan, staging.allocate(self.plan, stage, device, self._landing))
+        spared = sum(manifest.tensors[index].nbytes for index in unused)
+        return staging.Whole(manifest, self.plan, staging.allocate(self.plan, stage, device, self._landing, spared), unused)
 
     def _run(self) -> None:
         began = time.monotonic()

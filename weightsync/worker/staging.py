@@ -4,8 +4,12 @@
 the bytes leave most of its free memory free, and the host otherwise: an engine that
 reserved nearly all of its GPU for the KV cache stages on the host.
 
-Not covered: host memory shared by the workers of a node, or only what a rank needs:
-each worker stages the whole stream.
+Where an engine has several workers, each proves every tensor and keeps those that its own
+loaders touch: not other stages' layers, nor other workers' experts. On the host their
+memory goes back as soon as they are proved; the layout stays the stream's.
+
+Not covered: memory shared by the workers of a node: a tensor of which each of them takes a
+part lies whole in each; and on a GPU the whole stream does.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 
 from weightsync.errors import MemoryRefused, WeightSyncError
 from weightsync.protocol import Manifest
-from weightsync.transport.memory import huge_pages
+from weightsync.transport.memory import huge_pages, let_go
 from weightsync.transport.packing import Bucket, BucketPlan, Piece
 from weightsync.worker.loadmap import LoadMap
 
@@ -38,6 +42,7 @@ class Staged:
         data: shape [stream bytes], uint8.
         load_map: where its tensors go.
         skipped: the engine's names that the loader is not given (output heads that are the embedding).
+        unused: indices of tensors that are not kept, as no loader of this worker touches them.
     """
 
     manifest: Manifest
@@ -45,6 +50,7 @@ class Staged:
     data: torch.Tensor
     load_map: LoadMap
     skipped: Collection[str]
+    unused: Collection[int] = frozenset()
 
     def tensor(self, index: int) -> torch.Tensor:
         """The tensor at this index of the manifest; a view."""
@@ -54,13 +60,20 @@ class Staged:
         """What the model's loader is given, by the engine's names; the trainer's goes into `taken` when it asks for the next."""
         for index, spec in enumerate(self.manifest.tensors):
             name = self.load_map.name(spec.name)
-            if name not in self.skipped:
+            if name not in self.skipped and index not in self.unused:
                 yield name, self.tensor(index)
             taken.append(spec.name)
 
     def on_host(self) -> Staged:
         """The same in host memory; itself if it is there already."""
-        return self if self.data.device.type == "cpu" else replace(self, data=self.data.cpu())
+        if self.data.device.type == "cpu":
+            return self
+        data = torch.empty(self.data.numel(), dtype=torch.uint8)
+        for index, spec in enumerate(self.manifest.tensors):
+            if index not in self.unused:
+                run = slice(self.offsets[index], self.offsets[index] + spec.nbytes)
+                data[run].copy_(self.data[run])
+        return replace(self, data=data)
 
 
 class Whole:
@@ -69,10 +82,11 @@ class Whole:
     Args:
         plan, manifest: of the update.
         data: from `allocate`.
+        unused: indices of tensors that need not be kept once they are proved.
     """
 
-    def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor) -> None:
-        self._manifest, self._offsets, self.data = manifest, plan.offsets, data
+    def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor, unused: Collection[int] = ()) -> None:
+        self._manifest, self._offsets, self.data, self._unused = manifest, plan.offsets, data, frozenset(unused)
 
     @property
     def device(self) -> torch.device:
@@ -94,14 +108,17 @@ class Whole:
         return view_of(self.data, self._manifest, self._offsets, index)
 
     def hand_over(self, indices: Collection[int]) -> None:
-        """They stay where they are."""
+        """Tensors that are proved: they stay where they are, or their memory goes."""
+        for index in self._unused.intersection(indices):
+            start = self._offsets[index]
+            let_go(self.data[start : start + self._manifest.tensors[index].nbytes])
 
     def fail(self, error: WeightSyncError) -> None:
         """Nobody waits."""
 
     def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
         """All that has arrived, with where it goes."""
-        return Staged(self._manifest, self._offsets, self.data, load_map, frozenset(skipped))
+        return Staged(self._manifest, self._offsets, self.data, load_map, frozenset(skipped), self._unused)
 
 
 def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], index: int) -> torch.Tensor:
@@ -111,7 +128,7 @@ def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], in
     return flat.reshape(spec.shape)
 
 
-def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device) -> torch.Tensor:
+def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int = 0) -> torch.Tensor:
     """Memory for a whole stream.
 
     Args:
@@ -119,6 +136,7 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
         stage: `auto`, `host` or `gpu`.
         device: the worker's.
         landing: where the transport puts buckets.
+        spared: bytes of tensors that are not kept, where they lie on the host.
 
     Returns:
         Shape [stream bytes], uint8, uninitialised.
@@ -131,7 +149,8 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
     if landing.type == "cuda" and not on_device:
         require_room(two_buckets, landing, "two buckets take", "Send smaller buckets (bucket_bytes)")
     where = device if on_device else torch.device("cpu")
-    require_room(plan.stream_bytes, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
+    kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets)
+    require_room(kept, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
     return huge_pages(torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where))
 
 

@@ -15,6 +15,7 @@ the model's loading.
     reload.py     one layerwise reload, run as a cold load, with what stock leaves out
     first_run.py  what a model's first run filled in, and a run like it in a live engine
     graphs.py     captured graphs released, and captured anew
+    vote.py       what the workers of a model decide together
 
 Not covered: layers that `unproved_layers` names: the engine then refuses to start.
 """
@@ -27,6 +28,7 @@ from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLA
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
 from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, told, vllm_version
+from weightsync.worker.vllm_compat.vote import together
 
 __all__ = [
     "BACKEND",
@@ -48,6 +50,7 @@ __all__ = [
     "reload_waiting",
     "require_supported",
     "run_once",
+    "together",
     "told",
     "unproved_layers",
     "vllm_version",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import expert_map_manager
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -36,7 +37,7 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
     # Layers register themselves by name here; the twin's must not replace the engine's.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    with cold_load_context(config), torch.device("meta"):
+    with cold_load_context(config), torch.device("meta"), _real_expert_maps():
         twin = initialize_model(vllm_config=config)
     _to_meta(twin)
     # Online quantisation wraps loaders to process each layer when it is complete; on meta there is nothing to process.
@@ -46,6 +47,22 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
         layerwise.get_layerwise_info(layer).reset()
     return twin
+
+
+@contextlib.contextmanager
+def _real_expert_maps() -> Iterator[None]:
+    """Where a worker's experts lie is read when they are loaded: on meta every expert would look the same."""
+    stock = expert_map_manager.determine_expert_map
+
+    def determine(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return stock(*args, **kwargs)
+
+    expert_map_manager.determine_expert_map = determine
+    try:
+        yield
+    finally:
+        expert_map_manager.determine_expert_map = stock
 
 
 def _to_meta(twin: torch.nn.Module) -> None:

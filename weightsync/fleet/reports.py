@@ -1,0 +1,70 @@
+"""What the workers of one engine say, taken together. Pure.
+
+An engine is one of several workers only when each has a rank of its own; what failed in
+any of them failed in the engine, and none's failure is lost behind another's; and a name
+of the manifest is unknown when no worker can place it.
+
+Not covered: workers of several engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsync.errors import InternalError, ManifestRefused, WeightSyncError
+from weightsync.protocol import WorkerReport
+
+_SHOWN = 20
+
+
+def require_ranks(reports: Sequence[WorkerReport], workers: int) -> None:
+    """That every worker of an engine answers, each under its own rank.
+
+    Args:
+        workers: how many the settings give it.
+
+    Raises:
+        InternalError: with the ranks.
+    """
+    ranks = sorted(report.rank for report in reports)
+    if ranks != list(range(workers)):
+        raise InternalError(f"an engine of {workers} worker(s) has ranks {ranks}", hint="Report the vLLM version and the settings")
+
+
+def failure(reports: Sequence[WorkerReport]) -> WeightSyncError | None:
+    """What stands against the engine; the first that failed gives it its kind."""
+    failed = [(report.rank, WeightSyncError.from_dict(report.error)) for report in reports if report.error is not None]
+    if not failed:
+        return _unplaced(reports)
+    _, error = failed[0]
+    ranks: dict[str, list[int]] = {}
+    for rank, other in failed:
+        ranks.setdefault(other.message, []).append(rank)
+    if len(ranks) > 1 or len(failed) < len(reports):
+        parts = [f"worker {', '.join(map(str, own))} of {len(reports)}: {said}" for said, own in ranks.items()]
+        error.message = "; ".join(parts)
+    error.names = tuple(dict.fromkeys(name for _, other in failed for name in other.names))[:_SHOWN]
+    return error
+
+
+def standings(reports: Sequence[WorkerReport]) -> dict[str, str]:
+    """By rank, where each worker stands (`EngineVerdict.ranks`)."""
+    return {
+        str(report.rank): report.state if report.error is None else f"{report.error['code']}: {report.error['message']}"
+        for report in reports
+    }
+
+
+def _unplaced(reports: Sequence[WorkerReport]) -> ManifestRefused | None:
+    if not reports:
+        return None
+    first, *others = reports
+    names = [name for name in first.unclaimed if all(name in other.unclaimed for other in others)]
+    if not names:
+        return None
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ManifestRefused(
+        f"{len(names)} unknown to every worker: {', '.join(first.unclaimed[name] for name in names[:_SHOWN])}{more}",
+        hint="Send the tensors under the names, shapes and dtypes of the checkpoint that the engine was started from",
+        names=names,
+    )
