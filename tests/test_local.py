@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -467,8 +468,6 @@ def test_who_is_not_waited_for_is_sent_away_and_who_is_comes_in_all_the_same(wro
 
 def test_somebody_who_comes_and_says_nothing_holds_nobody_up() -> None:
     listener = Listener()
-    import socket
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(f"\0{listener.name}")
         with accepting(listener, 5.0) as raised:
@@ -631,6 +630,26 @@ def test_a_bucket_in_a_segment_is_not_copied_to_be_sent_and_others_go_as_message
     for link in links:
         assert link.open
         link.close()
+
+
+def test_a_last_word_is_heard_though_its_speaker_has_left_by_then() -> None:
+    """It may arrive between a look that finds nothing and the next question whether anybody is gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening, speaking = wire.Wire(ours, "it"), wire.Wire(theirs, "we")
+    look = listening._look
+
+    def and_then_it_speaks_and_leaves(events: int, seconds: float) -> tuple[bool, bool]:
+        if theirs.fileno() >= 0:
+            speaking.tell(soon(), wire.never, done=1)
+            seen = look(events, seconds)
+            speaking.close()
+            return seen
+        return look(events, seconds)
+
+    listening._look = and_then_it_speaks_and_leaves  # type: ignore[method-assign]
+    assert listening.hear(soon(), lambda: listening.gone)[0] == {"done": 1}
+    with pytest.raises(TransportFailed, match="it is gone"):
+        listening.hear(soon(), wire.never)
 
 
 def test_a_worker_that_expects_something_else_tells_the_trainer_why() -> None:

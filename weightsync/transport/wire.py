@@ -77,7 +77,15 @@ class Wire:
             TransportFailed: the peer is gone, or did not take it before the deadline.
             Aborted: `cancelled()` said so.
         """
-        self._do(lambda: socket.send_fds(self._socket, [message], [d.number for d in descriptors]), select.POLLOUT, deadline, cancelled)
+        numbers = [descriptor.number for descriptor in descriptors]
+
+        def step() -> None:
+            if numbers:
+                socket.send_fds(self._socket, [message], numbers)
+            else:
+                self._socket.send(message)
+
+        self._do(step, select.POLLOUT, deadline, cancelled)
 
     def receive(self, deadline: float, cancelled: Cancelled) -> tuple[bytes, list[Descriptor]]:
         """The next message, and what came with it. Raises as `send`."""
@@ -108,7 +116,7 @@ class Wire:
     def gone(self) -> bool:
         """Whether the peer has left; what it had sent before can still be read."""
         with self._using:
-            return self._socket.fileno() < 0 or self._look(0, 0)
+            return self._socket.fileno() < 0 or self._look(0, 0)[0]
 
     def close(self) -> None:
         """Leave. Who waits in another thread is woken and told that the peer is gone."""
@@ -129,35 +137,39 @@ class Wire:
     def _do(self, step: Callable[[], Any], events: int, deadline: float, cancelled: Cancelled) -> Any:
         while True:
             with self._using:
-                try:
-                    gone = self._socket.fileno() < 0
-                    if not gone:
-                        return step()
-                except BlockingIOError:
-                    gone = False
-                except OSError as exc:
-                    raise self.left() from exc
-                if not gone and self._look(events, min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))):
-                    try:  # what it had sent before it left
-                        return step()
-                    except OSError as exc:
-                        raise self.left() from exc
-            if gone:
-                raise self.left()
+                if self._socket.fileno() < 0:
+                    raise self.left()
+                with contextlib.suppress(BlockingIOError):
+                    return self._try(step)
+                left, ready = self._look(events, min(_TICK_SECONDS, max(0.0, deadline - time.monotonic())))
+                if ready or left:  # also what it had sent before it left
+                    with contextlib.suppress(BlockingIOError):
+                        return self._try(step)
+                if left:
+                    raise self.left()
             if cancelled():
                 raise Aborted("the update was aborted while bytes were on their way")
             if time.monotonic() >= deadline:
                 raise TransportFailed(f"{self.peer} did not answer before the deadline", hint="It hangs; sync again")
 
-    def _look(self, events: int, seconds: float) -> bool:
-        """Wait for events; whether the peer has left."""
+    def _try(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except BlockingIOError:
+            raise
+        except OSError as exc:
+            raise self.left() from exc
+
+    def _look(self, events: int, seconds: float) -> tuple[bool, bool]:
+        """Wait for events; whether the peer has left, and whether there are any."""
         poll = select.poll()
         poll.register(self._socket, events)
         if self._process is not None:
             poll.register(self._process.number, select.POLLIN)
         found = dict(poll.poll(max(1, seconds * 1000) if seconds else 0))
-        left = found.get(self._socket.fileno(), 0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL)
-        return bool(left) or (self._process is not None and self._process.number in found)
+        seen = found.get(self._socket.fileno(), 0)
+        died = self._process is not None and self._process.number in found
+        return died or bool(seen & (select.POLLHUP | select.POLLERR | select.POLLNVAL)), bool(seen & events)
 
     def left(self) -> TransportFailed:
         """What to raise when the peer has left."""
