@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from tests.wires import CPU, Ends, same_bits, threads
 from weightsync.client.sender import Sender
-from weightsync.client.source import Offer, offer
+from weightsync.client.source import Lazy, Offer, offer
 from weightsync.errors import Aborted, DeadlineExceeded, DigestMismatch, ManifestRefused, TransportFailed
 from weightsync.transport import digest
 from weightsync.transport.packing import Bucket
@@ -97,12 +96,13 @@ def test_everything_has_been_read_while_the_bucket_before_the_last_still_travels
     assert seen == [False] * 4 + [True, True]
 
 
-@dataclass(frozen=True)
 class Gathered(Offer):
     """Makes each tensor when it is read, as one that is gathered from shards."""
 
-    made: list[Any] = field(default_factory=list)
-    reading: Callable[[int], None] = lambda index: None
+    def __init__(self, plain: Offer, reading: Callable[[int], None]) -> None:
+        vars(self).update(vars(plain))
+        self.made: list[Any] = []
+        self.reading = reading
 
     def read(self, index: int) -> torch.Tensor:
         self.reading(index)
@@ -114,8 +114,7 @@ class Gathered(Offer):
 
 
 def gathered(source: dict[str, torch.Tensor], reading: Callable[[int], None] = lambda index: None) -> Gathered:
-    plain = offer(source)
-    return Gathered(plain.manifest, plain.tensors, plain.device, [], reading)
+    return Gathered(offer(source), reading)
 
 
 def test_each_tensor_is_read_once_in_order_in_one_thread_and_let_go_of_before_the_next() -> None:
@@ -140,8 +139,8 @@ def test_what_lies_between_tensors_is_sent_as_zeros() -> None:
     ends.trainer.before = lambda tensor: sent.append(tensor.clone()) if tensor.dtype == torch.uint8 else None
     ends.send()
     held = torch.cat(sent)
-    for offset, tensor in zip(ends.plan.offsets, ends.offer.tensors, strict=True):
-        held[offset : offset + tensor.nbytes] = 0
+    for offset, spec in zip(ends.plan.offsets, ends.offer.manifest.tensors, strict=True):
+        held[offset : offset + spec.nbytes] = 0
     assert len(sent) == 2 and not held.any()
 
 
@@ -156,12 +155,8 @@ def test_a_tensor_that_is_not_contiguous_is_made_so_once(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("now", [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(3, 3), torch.zeros(8)])
 def test_a_tensor_that_is_not_what_was_offered_ends_the_update(now: torch.Tensor) -> None:
-    class Changed(Offer):
-        def read(self, index: int) -> torch.Tensor:
-            return now if index == 1 else super().read(index)
-
-    plain = offer({"first": torch.ones(5000), "router.bias": torch.zeros(9)})
-    ends = Ends(Changed(plain.manifest, plain.tensors, plain.device), BUCKET)
+    lazy = Lazy(torch.float32, (9,), lambda: now)
+    ends = Ends(offer([("first", torch.ones(5000)), ("router.bias", lazy)]), BUCKET)
     with pytest.raises(ManifestRefused, match=r"'router.bias' was offered as float32 \(9,\)"):
         ends.send()
     assert not ends.read.is_set()

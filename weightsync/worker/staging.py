@@ -151,7 +151,9 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
     where = device if on_device else torch.device("cpu")
     kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets)
     require_room(kept, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
-    return huge_pages(torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where))
+    data = torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
+    # In huge pages the system brings back what was let go of beside what is kept.
+    return data if spared else huge_pages(data)
 
 
 def require_room(nbytes: int, where: torch.device, what: str, hint: str) -> None:
