@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from tests.wires import CPU, Ends, same_bits, threads
 from weightsync.client.sender import Sender
-from weightsync.client.source import Offer, offer
+from weightsync.client.source import Lazy, Offer, offer
 from weightsync.errors import Aborted, DeadlineExceeded, DigestMismatch, ManifestRefused, TransportFailed
 from weightsync.transport import digest
 from weightsync.transport.packing import Bucket
@@ -97,12 +96,13 @@ def test_everything_has_been_read_while_the_bucket_before_the_last_still_travels
     assert seen == [False] * 4 + [True, True]
 
 
-@dataclass(frozen=True)
 class Gathered(Offer):
     """Makes each tensor when it is read, as one that is gathered from shards."""
 
-    made: list[Any] = field(default_factory=list)
-    reading: Callable[[int], None] = lambda index: None
+    def __init__(self, source: dict[str, torch.Tensor], reading: Callable[[int], None] = lambda index: None) -> None:
+        vars(self).update(vars(offer(source)))
+        self.made: list[Any] = []
+        self.reading = reading
 
     def read(self, index: int) -> torch.Tensor:
         self.reading(index)
@@ -113,16 +113,11 @@ class Gathered(Offer):
         return tensor
 
 
-def gathered(source: dict[str, torch.Tensor], reading: Callable[[int], None] = lambda index: None) -> Gathered:
-    plain = offer(source)
-    return Gathered(plain.manifest, plain.tensors, plain.device, [], reading)
-
-
 def test_each_tensor_is_read_once_in_order_in_one_thread_and_let_go_of_before_the_next() -> None:
     want = tensors(2) | {"large": torch.arange(9000.0), "none": torch.empty(0, 3), "turned": torch.arange(6000.0).reshape(60, 100).t()}
     want |= {"last": torch.ones(3), "nothing": torch.empty(0)}
     seen: list[tuple[int, int]] = []
-    offered = gathered(want, lambda index: seen.append((index, threading.get_ident())))
+    offered = Gathered(want, lambda index: seen.append((index, threading.get_ident())))
     ends = Ends(offered, BUCKET)
     ends.receive()
     ends.send()
@@ -143,12 +138,8 @@ def test_a_tensor_that_is_not_contiguous_is_made_so_once(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("now", [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(3, 3), torch.zeros(8)])
 def test_a_tensor_that_is_not_what_was_offered_ends_the_update(now: torch.Tensor) -> None:
-    class Changed(Offer):
-        def read(self, index: int) -> torch.Tensor:
-            return now if index == 1 else super().read(index)
-
-    plain = offer({"first": torch.ones(5000), "router.bias": torch.zeros(9)})
-    ends = Ends(Changed(plain.manifest, plain.tensors, plain.device), BUCKET)
+    offered = offer({"first": torch.ones(5000), "router.bias": Lazy(torch.float32, (9,), lambda: now)})
+    ends = Ends(offered, BUCKET)
     with pytest.raises(ManifestRefused, match=r"'router.bias' was offered as float32 \(9,\)"):
         ends.send()
     assert not ends.read.is_set()
@@ -161,7 +152,7 @@ def failing_at(index: int, error: Exception, wait: threading.Event | None = None
                 assert wait.wait(SOON)
             raise error
 
-    return gathered(tensors(), reading)
+    return Gathered(tensors(), reading)
 
 
 def until_cancelled(began: threading.Event | None = None) -> Callable[..., None]:
@@ -212,7 +203,7 @@ def test_a_progress_callback_that_raises_ends_the_update_before_more_is_read() -
         raise Enough
 
     seen: list[int] = []
-    ends = Ends(gathered(tensors(), seen.append), BUCKET)
+    ends = Ends(Gathered(tensors(), seen.append), BUCKET)
     ends.sender = Sender(ends.offer, ends.plan, progress)
     with pytest.raises(Enough):
         ends.send()
@@ -223,7 +214,7 @@ def test_a_progress_callback_that_raises_ends_the_update_before_more_is_read() -
 def test_a_read_that_hangs_is_left_at_the_deadline_or_when_the_update_is_cancelled(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.transport.beside._LEAVE_SECONDS", 0.2)
     go_on = threading.Event()
-    ends = Ends(gathered(tensors(), lambda index: go_on.wait(SOON) if index == 2 else None), BUCKET)  # type: ignore[arg-type, func-returns-value]
+    ends = Ends(Gathered(tensors(), lambda index: go_on.wait(SOON) if index == 2 else None), BUCKET)  # type: ignore[arg-type, func-returns-value]
     began = time.monotonic()
     if how == "cancelled":
         with pytest.raises(Aborted):
