@@ -354,3 +354,10 @@ def test_adding_stays_within_64_bits(a: int, b: int, c: int, d: int) -> None:
 
 def test_the_written_form_has_32_digits() -> None:
     assert digest.to_hex((1, 2**64 - 1)) == "0000000000000001ffffffffffffffff"
+
+
+def test_every_kind_of_number_is_prepared_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(digest, "_adder", lambda device: lambda data, first, sums, peak: seen.append(peak.bits if peak else 0))
+    digest.prepare(torch.device("cpu"), ["bfloat16", "float32", "int8", "bfloat16"])
+    assert seen == [16, 32, 0]

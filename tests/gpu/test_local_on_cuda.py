@@ -107,7 +107,7 @@ def test_a_bucket_takes_about_as_long_as_a_copy() -> None:
 
 
 def flags(*more: str) -> list[str]:
-    extra = json.dumps(EXTRA | {"gpu_memory_utilization": 0.4})
+    extra = json.dumps(EXTRA)
     return [
         "--engine.device=cuda", f"--engine.extra={extra}", "--engine.kv_cache_memory_bytes=268435456",
         "--engine.start_timeout_seconds=400", "--sync.verify_stored=true", *more,

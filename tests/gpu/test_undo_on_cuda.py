@@ -24,7 +24,11 @@ from weightsync.protocol import EngineState
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 KIND = "qwen3"
-EXTRA: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4], "kernel_config": {"enable_flashinfer_autotune": False}}
+EXTRA: dict[str, Any] = {
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "kernel_config": {"enable_flashinfer_autotune": False},
+    "gpu_memory_utilization": 0.2,  # what has to be free at the start; others may be on this GPU
+}
 SAID = "a fault made for a test"
 
 

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from weightsync.transport.finite import Peak
+from weightsync.transport.finite import Peak, watched
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,12 @@ class Batch:
             if peak is not None:
                 peak.saw(top)
         return [(low & _MASK64, high & _MASK64) for low, high, _ in rows]
+
+
+def prepare(device: torch.device, dtypes: Iterable[str]) -> None:
+    """Have a device get ready for tensors of these dtypes: on CUDA the first of each has to wait for a compiler."""
+    for dtype in sorted(set(dtypes)):
+        digest_bytes(torch.zeros(8, dtype=torch.uint8, device=device), 0, Peak(dtype) if watched(dtype) else None)
 
 
 def digest_bytes(data: torch.Tensor, offset: int = 0, peak: Peak | None = None) -> Digest:

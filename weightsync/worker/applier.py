@@ -33,6 +33,7 @@ from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.storage.owners import Walk
 from weightsync.storage.pins import places
+from weightsync.transport import digest
 from weightsync.transport.local import place_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
 from weightsync.worker.receiver import Receiver
@@ -111,6 +112,7 @@ class Applier:
         """
         if verify_stored and self._stored is None:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
+        digest.prepare(self.device, (spec.dtype for spec in self._base.specs.values()))
         sealed = self._guard.sealed
         counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
         counts |= {**sealed.counts, **self._lazies.counts}
