@@ -99,8 +99,8 @@ def test_everything_has_been_read_while_the_bucket_before_the_last_still_travels
 class Gathered(Offer):
     """Makes each tensor when it is read, as one that is gathered from shards."""
 
-    def __init__(self, plain: Offer, reading: Callable[[int], None]) -> None:
-        vars(self).update(vars(plain))
+    def __init__(self, source: dict[str, torch.Tensor], reading: Callable[[int], None] = lambda index: None) -> None:
+        vars(self).update(vars(offer(source)))
         self.made: list[Any] = []
         self.reading = reading
 
@@ -113,15 +113,11 @@ class Gathered(Offer):
         return tensor
 
 
-def gathered(source: dict[str, torch.Tensor], reading: Callable[[int], None] = lambda index: None) -> Gathered:
-    return Gathered(offer(source), reading)
-
-
 def test_each_tensor_is_read_once_in_order_in_one_thread_and_let_go_of_before_the_next() -> None:
     want = tensors(2) | {"large": torch.arange(9000.0), "none": torch.empty(0, 3), "turned": torch.arange(6000.0).reshape(60, 100).t()}
     want |= {"last": torch.ones(3), "nothing": torch.empty(0)}
     seen: list[tuple[int, int]] = []
-    offered = gathered(want, lambda index: seen.append((index, threading.get_ident())))
+    offered = Gathered(want, lambda index: seen.append((index, threading.get_ident())))
     ends = Ends(offered, BUCKET)
     ends.receive()
     ends.send()
@@ -129,19 +125,6 @@ def test_each_tensor_is_read_once_in_order_in_one_thread_and_let_go_of_before_th
     assert len({thread for _, thread in seen}) == 1
     assert all(map(same_bits, ends.arrived(), want.values()))
     assert ends.sender.seconds["export"] > 0
-
-
-def test_what_lies_between_tensors_is_sent_as_zeros() -> None:
-    """And not as what the trainer's memory held before."""
-    ends = Ends({"a": torch.ones(3), "b": torch.ones(1000), "c": torch.ones(1), "d": torch.ones(3)}, BUCKET)
-    sent: list[torch.Tensor] = []
-    ends.trainer.buffers = lambda count, nbytes: [torch.full((nbytes,), 7, dtype=torch.uint8) for _ in range(count)]  # type: ignore[method-assign]
-    ends.trainer.before = lambda tensor: sent.append(tensor.clone()) if tensor.dtype == torch.uint8 else None
-    ends.send()
-    held = torch.cat(sent)
-    for offset, spec in zip(ends.plan.offsets, ends.offer.manifest.tensors, strict=True):
-        held[offset : offset + spec.nbytes] = 0
-    assert len(sent) == 2 and not held.any()
 
 
 def test_a_tensor_that_is_not_contiguous_is_made_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +138,8 @@ def test_a_tensor_that_is_not_contiguous_is_made_so_once(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("now", [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(3, 3), torch.zeros(8)])
 def test_a_tensor_that_is_not_what_was_offered_ends_the_update(now: torch.Tensor) -> None:
-    lazy = Lazy(torch.float32, (9,), lambda: now)
-    ends = Ends(offer([("first", torch.ones(5000)), ("router.bias", lazy)]), BUCKET)
+    offered = offer({"first": torch.ones(5000), "router.bias": Lazy(torch.float32, (9,), lambda: now)})
+    ends = Ends(offered, BUCKET)
     with pytest.raises(ManifestRefused, match=r"'router.bias' was offered as float32 \(9,\)"):
         ends.send()
     assert not ends.read.is_set()
@@ -169,7 +152,7 @@ def failing_at(index: int, error: Exception, wait: threading.Event | None = None
                 assert wait.wait(SOON)
             raise error
 
-    return gathered(tensors(), reading)
+    return Gathered(tensors(), reading)
 
 
 def until_cancelled(began: threading.Event | None = None) -> Callable[..., None]:
@@ -220,7 +203,7 @@ def test_a_progress_callback_that_raises_ends_the_update_before_more_is_read() -
         raise Enough
 
     seen: list[int] = []
-    ends = Ends(gathered(tensors(), seen.append), BUCKET)
+    ends = Ends(Gathered(tensors(), seen.append), BUCKET)
     ends.sender = Sender(ends.offer, ends.plan, progress)
     with pytest.raises(Enough):
         ends.send()
@@ -231,7 +214,7 @@ def test_a_progress_callback_that_raises_ends_the_update_before_more_is_read() -
 def test_a_read_that_hangs_is_left_at_the_deadline_or_when_the_update_is_cancelled(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.transport.beside._LEAVE_SECONDS", 0.2)
     go_on = threading.Event()
-    ends = Ends(gathered(tensors(), lambda index: go_on.wait(SOON) if index == 2 else None), BUCKET)  # type: ignore[arg-type, func-returns-value]
+    ends = Ends(Gathered(tensors(), lambda index: go_on.wait(SOON) if index == 2 else None), BUCKET)  # type: ignore[arg-type, func-returns-value]
     began = time.monotonic()
     if how == "cancelled":
         with pytest.raises(Aborted):
@@ -241,20 +224,6 @@ def test_a_read_that_hangs_is_left_at_the_deadline_or_when_the_update_is_cancell
             ends.send(seconds=0.2)
     assert time.monotonic() - began < 1
     go_on.set()  # its thread ends when the call does: see the fixture
-
-
-def test_packing_does_not_share_its_work_with_cores_that_others_use() -> None:
-    before, seen = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    try:
-        Ends(gathered(tensors(2), lambda index: seen.append(torch.get_num_threads())), BUCKET).send()
-        here, elsewhere = torch.get_num_threads(), []
-        thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [1, 1] and here == 2 and elsewhere == [2], "the trainer's own threads stay as they are"
 
 
 # --- the worker's side -------------------------------------------------------------------------

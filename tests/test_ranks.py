@@ -328,6 +328,30 @@ def test_what_is_made_of_shards_while_it_is_sent_is_made_on_every_rank(pair: Tra
     require_received(service, version, {"merged": expected, "plain": torch.ones(3)})
 
 
+CUTS: dict[str, tuple[int, ...]] = {"rows": (7, 4), "columns": (6, 5), "copies": (3,), "one row": (1, 9), "no rows": (0, 4), "bytes": (9,)}
+
+
+def cut_tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.arange(float(torch.Size(shape).numel())).reshape(shape).to(torch.bfloat16) for name, shape in CUTS.items()}
+
+
+def send_cut(state: dict[str, Any]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    placements = {"columns": Shard(1), "copies": Replicate()}
+    tensors = {name: distribute_tensor(tensor, mesh, [placements.get(name, Shard(0))]) for name, tensor in cut_tensors().items()}
+    with WeightSync(state["url"], "token", group=mesh) as sync:
+        sync.sync_weights(tensors)
+
+
+def test_tensors_cut_by_rows_by_columns_and_not_at_all_are_gathered_in_one_run(pair: Trainer, service: Service) -> None:
+    pair.all(set_in, ("url", service.url))
+    assert pair.all(send_cut) == [None, None]
+    require_received(service, max(service.held), cut_tensors())
+
+
 def offer_different(state: dict[str, Any], kind: str) -> None:
     rank, sync = state["rank"], state["sync"]
     if kind == "shapes":

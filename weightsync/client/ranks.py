@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import threading
 import time
@@ -41,6 +42,9 @@ _PROBE_TAG, _ALARM_TAG = 1, 2
 #: Room for what a rank says of itself in `agree` and in an alarm, bytes.
 _STATE_BYTES = 4096
 _AGAIN = "Start the trainer again, or make WeightSync anew on every rank; the engines serve what they had"
+
+#: How many groups of the same ranks this process has made.
+_serials: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 class Kind(enum.IntEnum):
@@ -74,15 +78,13 @@ class Ranks:
             raise ConfigError(
                 f"group: rank {dist.get_rank()} is not among {self.members[:16]}", hint="Make WeightSync on the group's ranks only"
             )
+        self._place = self.members.index(dist.get_rank())
         try:
-            self._group: Any = dist.new_group(
-                self.members, timedelta(seconds=_CONNECT_SECONDS), backend="gloo", use_local_synchronization=True
-            )
+            self._group: Any = _new_group(self.members, self._place)
         except RuntimeError as exc:
             raise TransportFailed(
                 f"the trainer's ranks {self.members[:16]} did not all meet: {exc}", hint="Make WeightSync on all"
             ) from exc
-        self._place = self.members.index(dist.get_rank())
         self._talk = threading.Lock()
         self._serial = 0  # of the call
         self._ended = False  # others have been told that the update ended
@@ -169,8 +171,9 @@ class Ranks:
         if self._broken is None:
             self._broken = TransportFailed("WeightSync is closed", hint=_AGAIN)
         # Destroying it joins its threads, which an unfinished operation holds until its own deadline.
-        thread = threading.Thread(target=_destroy, args=(group,), name="weightsync-close", daemon=True)
+        holder = [group]
         del group
+        thread = threading.Thread(target=holder.clear, name="weightsync-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
 
@@ -329,6 +332,12 @@ def _short(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _destroy(group: Any) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):
-        dist.destroy_process_group(group)
+def _new_group(members: tuple[int, ...], place: int) -> Any:
+    # Not by dist.new_group: that gives a group made behind one that was destroyed the old one's name, and it then waits for its addresses.
+    serial = next(_serials.setdefault(members, itertools.count()))
+    store = dist.PrefixStore(f"weightsync/{members}/{serial}", dist.distributed_c10d._get_default_store())
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=_CONNECT_SECONDS)
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, place, len(members), options)
