@@ -5,8 +5,8 @@ engines have admitted the update; a thread sends the bytes while the engines go
 on serving, and `Published.tensors_read()` says when the parameters may change.
 `commit` waits until every engine has staged them, and has them applied.
 
-Every call ends within its deadline. Whatever fails before the commit leaves
-engines serving the version they had.
+Every call ends within its deadline and the few seconds that the service is given to say
+what went wrong. Whatever fails before the commit leaves engines serving the version they had.
 
 Not covered: several trainer ranks that send at once; let rank 0 gather and send.
 """
@@ -42,6 +42,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.results import Generation, SyncReport
+from weightsync.transport import network
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
@@ -49,6 +50,8 @@ _CONTROL_SECONDS = 30.0
 _CONNECT_SECONDS = 30.0
 _WATCH_SECONDS = 0.5
 _WITHDRAW_SECONDS = 5.0
+#: How much longer than its own deadline a call waits for the service to say what went wrong.
+_WORD_SECONDS = 3.0
 
 
 class WeightSync:
@@ -59,7 +62,7 @@ class WeightSync:
         token: its bearer token.
         bucket_bytes: unit of broadcast, bytes.
         timeout_seconds: default deadline of one update.
-        interface: network interface for gloo; torch chooses when empty.
+        interface: network interface for gloo; when empty the one that leads to the service's store.
         allow_nonfinite: send NaN and infinity, and what becomes infinity in the engine's dtype; else such an
             update fails with `BadValues` before an engine is touched.
     """
@@ -74,6 +77,7 @@ class WeightSync:
         interface: str = "",
         allow_nonfinite: bool = False,
     ) -> None:
+        network.require_interface(interface)
         self._http = Http(url, token)
         self._rollouts = Rollouts(self._http, self.engines)
         self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
@@ -154,7 +158,7 @@ class WeightSync:
             timeout = self._timeout if timeout_seconds is None else timeout_seconds
             allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
             request, plan = self._request(offered, version, timeout, allow, rewind)
-            seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
+            seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _WORD_SECONDS)
             try:
                 answer = self._http.post("/v1/updates", encode(request), seconds)
             except (DeadlineExceeded, ServiceUnreachable):
@@ -181,7 +185,7 @@ class WeightSync:
                 self._watch(published)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
-            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _CONTROL_SECONDS)
+            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + _WORD_SECONDS)
             published._seconds["commit"] = time.monotonic() - start
         except WeightSyncError as exc:
             self._give_up(published, exc.message)
@@ -220,7 +224,7 @@ class WeightSync:
         """Body of the sending thread."""
         start = time.monotonic()
         try:
-            communicator = self._connect(published.admission, offered.device)
+            communicator = self._connect(published, offered.device)
             published._seconds["connect"] = time.monotonic() - start
             sender.send(communicator, published._deadline, published._cancelled.is_set, published._has_read)
         except WeightSyncError as exc:
@@ -235,13 +239,16 @@ class WeightSync:
             published._read.set()
             published._done.set()
 
-    def _connect(self, admission: Admission, device: torch.device) -> Communicator:
-        held = self._communicator
+    def _connect(self, published: Published, device: torch.device) -> Communicator:
+        admission, held = published.admission, self._communicator
         if held is not None and held.open and held.info == admission.communicator:
             return held
         self._leave()
         operation = max(self._timeout, _CONNECT_SECONDS)
-        self._communicator = Communicator(admission.communicator, 0, device, _CONNECT_SECONDS, operation, self._interface)
+        seconds = min(_CONNECT_SECONDS, max(0.1, published._deadline - time.monotonic()))
+        self._communicator = Communicator(
+            admission.communicator, 0, device, seconds, operation, self._interface, published._cancelled.is_set
+        )
         return self._communicator
 
     def _leave(self) -> None:
@@ -254,26 +261,27 @@ class WeightSync:
         while not published._done.wait(_WATCH_SECONDS):
             if time.monotonic() > published._deadline:
                 published._cancelled.set()
-                raise DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
+                late = DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
+                raise self._ended(published.update_id, wait=_WORD_SECONDS) or late  # the service knows which engine did not answer
             if (ended := self._ended(published.update_id)) is not None:
                 published._cancelled.set()
                 published._done.wait(5.0)
                 raise ended
         if published._error is not None:
-            # The engines' own word says more than a broken broadcast does.
-            if (
-                isinstance(published._error, (TransportFailed, Aborted))
-                and (ended := self._ended(published.update_id, wait=3.0)) is not None
-            ):
-                raise ended from published._error
-            raise published._error
+            # The service's word says more than a broken broadcast does, unless all it knows is that this side has left.
+            ended = None
+            if isinstance(published._error, (TransportFailed, Aborted)):
+                ended = self._ended(published.update_id, wait=_WORD_SECONDS)
+            if ended is None or (isinstance(ended, TransportFailed) and published._error.engine is not None):
+                raise published._error
+            raise ended from published._error
 
     def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:
         """The error with which the service ended an update, if it did; looks again for `wait` seconds."""
         until = time.monotonic() + wait
         while True:
             try:
-                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", 5.0))
+                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", _WORD_SECONDS))
             except WeightSyncError:
                 return None
             if status.state.final:
@@ -285,7 +293,7 @@ class WeightSync:
     def _give_up(self, published: Published, reason: str) -> None:
         """Tell the service that this update ends; it may know already."""
         published._cancelled.set()
-        self._withdraw(published.update_id, reason, _CONTROL_SECONDS)
+        self._withdraw(published.update_id, reason, _WITHDRAW_SECONDS)
         if self._published not in (None, published):
             return  # a later update of this trainer is using the communicator
         self._leave()

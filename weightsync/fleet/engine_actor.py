@@ -31,6 +31,7 @@ from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, Upda
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
+from weightsync.fleet.ledger import LATE
 from weightsync.fleet.salt import Salt
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
@@ -54,6 +55,7 @@ class EngineActor:
         self._incarnation = f"{ordinal}-{time.time_ns():x}"
         self._engine: vllm_api.Engine | None = None
         self._server: uvicorn.Server | None = None
+        self._gate: Gate | None = None
         self._state = EngineState.PENDING
         self._reason = "starting"
         self._version: int | None = None
@@ -92,9 +94,9 @@ class EngineActor:
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
         inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
-        gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
+        self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
         sock = socket.create_server((self._settings.api.host, self._port()))
-        self._server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(uvicorn.Config(self._gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
@@ -192,6 +194,20 @@ class EngineActor:
         verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
         return verdict
 
+    @answers
+    async def retire(self, update_id: str) -> None:
+        """Serve nothing until the next update: this one was applied, but the controller had given it up by then."""
+        if self._update_id == update_id and self._state == EngineState.SERVING:
+            self._state, self._reason, self._version = EngineState.QUARANTINED, LATE, None
+            await self._end_requests()
+
+    async def _end_requests(self) -> None:
+        """Stay paused; end what vLLM has, and what is still on its way into it."""
+        with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
+            await self._live().end_requests()
+        if self._gate is not None:
+            self._gate.end_soon()
+
     def _live(self) -> vllm_api.Engine:
         if self._engine is None or not self._engine.alive:
             raise EngineDied(f"engine {self._ordinal} has no running vLLM ({self._reason})", engine=self._ordinal, hint="See its log")
@@ -259,8 +275,7 @@ class EngineActor:
             self._state, self._reason = before
         else:
             self._state, self._reason = EngineState.QUARANTINED, error.code
-            with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
-                await self._live().end_requests()
+            await self._end_requests()
         with contextlib.suppress(Exception):  # likewise
             await self._live().rpc("weightsync_abort", update_id)  # lets the staged bytes go
         self._version = self._version if self._state == EngineState.SERVING else None

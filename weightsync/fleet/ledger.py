@@ -40,6 +40,10 @@ _NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
 }
 
 
+#: Reason of an engine that serves nothing since its commit was answered too late.
+LATE = "late_commit"
+
+
 @dataclass
 class Update:
     """One update's record; `status` is its public form."""
@@ -127,9 +131,23 @@ class Ledger:
 
     def see(self, status: EngineStatus) -> None:
         """Take in what an engine says of itself; a fleet version is learned from engines that hold one."""
+        if self.came_late(status):
+            status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE)
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
             self.rewinds, self.committed_version = status.rewinds, status.version
+
+    def came_late(self, status: EngineStatus) -> bool:
+        """Whether an engine serves what an update brought that had ended without it, and that is not the fleet's version.
+
+        A commit that got no answer in time may succeed in the engine afterwards. Its trainer was told that it failed, and may
+        send other weights under that number.
+        """
+        update = self._updates.get(status.update_id or "")
+        if update is None or not update.state.final or status.state != EngineState.SERVING:
+            return False
+        told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
+        return not told and _rank(status) != self._reached
 
     def lose(self, engine: int, reason: str) -> None:
         """An engine can't be reached; one that was never seen counts too."""

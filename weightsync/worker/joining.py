@@ -3,6 +3,11 @@
 RPCs and the receiving thread both come here. A thread that an abort has left behind
 may still be on its way in when the next update begins; what it joins then is closed again.
 
+Trainer and worker must speak the same protocol, and their torch be of one minor release: gloo is
+built into torch and has no version on the wire, and torch lays its keys in the store as it likes.
+A build's suffix (`+cpu`, `+cu130`) and its last number may differ. NCCL itself refuses a peer of
+another version, with a warning in a log; so the whole number is compared here.
+
 Not covered: who is a member, which the controller decides.
 """
 
@@ -13,14 +18,38 @@ from collections.abc import Callable
 
 import torch
 
-from weightsync.errors import Aborted
-from weightsync.protocol import BeginOrder
+from weightsync.errors import Aborted, ProtocolMismatch
+from weightsync.protocol import PROTOCOL_VERSION, BeginOrder, UpdateRequest
 from weightsync.transport.communicator import Communicator
 
 
 def landing(order: BeginOrder, device: torch.device) -> torch.device:
     """Where buckets arrive: a trainer with CPU tensors reaches an engine on any device over gloo."""
     return device if order.request.transport == "nccl" else torch.device("cpu")
+
+
+def require_same_versions(request: UpdateRequest) -> None:
+    """See that this worker and the trainer can talk.
+
+    Raises:
+        ProtocolMismatch: has both versions.
+    """
+    pairs = [
+        ("protocol", str(request.protocol_version), str(PROTOCOL_VERSION)),
+        ("torch", _minor(request.torch_version), _minor(str(torch.__version__))),
+    ]
+    if request.transport == "nccl":
+        pairs.append(("NCCL", request.nccl_version, ".".join(map(str, torch.cuda.nccl.version()))))
+    if differ := [f"{what} {theirs or 'unknown'}, the engine {ours}" for what, theirs, ours in pairs if theirs != ours]:
+        raise ProtocolMismatch(
+            f"the trainer has {' and '.join(differ)}",
+            hint="Install the same weightsync, and torch of the same minor release and with the same NCCL, on both sides",
+            update_id=request.update_id,
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 class Joining:
@@ -38,7 +67,12 @@ class Joining:
         self._communicator: Communicator | None = None
 
     def begin(self, order: BeginOrder) -> Callable[[], Communicator]:
-        """Take note of the update that this worker receives now; returns what joins its communicator."""
+        """Take note of the update that this worker receives now; returns what joins its communicator.
+
+        Raises:
+            ProtocolMismatch: trainer and worker can't talk; has both versions.
+        """
+        require_same_versions(order.request)
         with self._lock:
             self._order = order
         return lambda: self._connect(order)
@@ -73,9 +107,10 @@ class Joining:
             order.communicator,
             order.rank_offset + self._rank,
             landing(order, self._device),
-            connect_seconds=order.connect_seconds,
+            connect_seconds=min(order.connect_seconds, order.request.timeout_seconds),
             operation_seconds=order.request.timeout_seconds,
             interface=order.interface,
+            cancelled=lambda: self._order is not order,
         )
         with self._lock:
             current = self._order is order
