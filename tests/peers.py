@@ -17,9 +17,11 @@ from typing import Any
 
 from weightsync.errors import WeightSyncError
 
-# Forked from a process that has loaded torch and done nothing with it, so that tests don't wait for that every time.
+# Forked from a process that has loaded these and done nothing with them, so that tests don't wait for that every time.
 _QUICK = multiprocessing.get_context("forkserver")
-_QUICK.set_forkserver_preload(["torch"])
+_QUICK.set_forkserver_preload(
+    ["torch.distributed", "weightsync.api.app", "weightsync.client.sync", "weightsync.fleet.controller", "weightsync.fleet.engine_actor"]
+)
 # Its own interpreter from first to last: a forked one leaves by os._exit, without what a script does when it ends.
 _WHOLE = multiprocessing.get_context("spawn")
 
