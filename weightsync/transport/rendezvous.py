@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -111,9 +112,9 @@ def _listen(host: str, port: int) -> socket.socket:
             return socket.create_server(address, family=family, backlog=1024)
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE:
-                raise ConfigError(f"sync.store_host: got {host!r}, {want} ({exc.strerror})", hint=network.seen()) from None
+                raise ConfigError(f"sync.store_host: got {host!r}, {want} ({os.strerror(exc.errno or 0)})", hint=network.seen()) from None
             if time.monotonic() > until:
-                raise ConfigError(f"sync.store_port: got {port}, want a free port of {host} ({exc.strerror})") from None
+                raise ConfigError(f"sync.store_port: got {port}, want a free port of {host} ({os.strerror(exc.errno)})") from None
             time.sleep(0.1)
 
 
@@ -126,13 +127,15 @@ def join_store(info: CommunicatorInfo, timeout_seconds: float) -> dist.Store:
     # torch's own client retries a refused connection until its timeout and prints each
     # attempt; one plain connect first gives the answer at once.
     try:
-        socket.create_connection((info.host, info.port), timeout=min(_REACH_SECONDS, timeout_seconds)).close()
-        store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+        reach = min(_REACH_SECONDS, timeout_seconds)
+        socket.create_connection((info.host, info.port), timeout=reach).close()
+        store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=reach))  # as long if another service answers
+        store.set_timeout(timedelta(seconds=timeout_seconds))
     except (OSError, RuntimeError) as exc:
         hint = "Check that this machine can reach the controller's sync.store_host, then sync again"
         if network.is_loopback(info.host):
             hint = f"{info.host} leads to this machine: where the controller runs on another, set sync.store_host to an address of that one"
         raise TransportFailed(
-            f"no rendezvous store at {network.shown(info.host, info.port)}, tried from {network.way_to(info.host)}: {exc}", hint=hint
+            f"no rendezvous store at {network.shown(info.host, info.port)}, tried from {network.way_to(info.host)}: {str(exc).splitlines()[0]}", hint=hint
         ) from exc
     return dist.PrefixStore(f"weightsync/{info.generation}", store)
