@@ -47,7 +47,7 @@ from weightsync.protocol import (
     UpdateRequest,
     UpdateState,
 )
-from weightsync.transport import rendezvous
+from weightsync.transport import network, rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -369,5 +369,6 @@ def create(settings: config.Settings) -> Any:
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 256,
+        "runtime_env": {"env_vars": network.LOOKUPS},
     }
     return ray.remote(Controller).options(**options).remote(config.dump(settings))

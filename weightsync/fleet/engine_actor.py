@@ -35,6 +35,7 @@ from weightsync.fleet.ledger import LATE
 from weightsync.fleet.salt import Salt
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
+from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +328,7 @@ def engine_options(settings: config.Settings, ordinal: int) -> dict[str, Any]:
     """Ray's options for one engine actor."""
     engine = settings.engine
     on_cpu = vllm_api.device_of(engine) == "cpu"
-    environment = dict(vllm_api.ENVIRONMENT)
+    environment = {**vllm_api.ENVIRONMENT, **network.LOOKUPS}
     if on_cpu:
         environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus)))}
     return {

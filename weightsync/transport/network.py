@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 import struct
 from pathlib import Path
 
 from weightsync.errors import ConfigError
+
+#: For processes that join or host a store. torch asks for the name of every peer it connects to, and by glibc's own settings a
+#: question that is lost on the way costs 5 s. Only read when a process looks up its first name.
+LOOKUPS = {"RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:2")}
 
 _SIOCGIFADDR = 0x8915  # Linux; elsewhere no IPv4 address is shown
 

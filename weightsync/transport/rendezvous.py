@@ -132,6 +132,7 @@ def join_store(info: CommunicatorInfo, timeout_seconds: float) -> dist.Store:
         store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=reach))  # as long if another service answers
         store.set_timeout(timedelta(seconds=timeout_seconds))
     except (OSError, RuntimeError) as exc:
+        why = str(exc).splitlines()[0]
         hint = "Check that this machine can reach the controller's sync.store_host, then sync again"
         if network.is_loopback(info.host):
             hint = f"{info.host} leads to this machine: where the controller runs on another, set sync.store_host to an address of that one"
