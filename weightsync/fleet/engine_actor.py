@@ -27,7 +27,7 @@ import uvicorn
 
 from weightsync import config
 from weightsync.codec import encode
-from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
@@ -173,19 +173,19 @@ class EngineActor:
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-        return await self._live().rpc("weightsync_begin", order)
+        return await self._workers_say("weightsync_begin", order)
 
     @answers
     async def poll(self) -> list[dict[str, Any]]:
         """Every worker's report, by rank."""
-        return await self._live().rpc("weightsync_poll")
+        return await self._workers_say("weightsync_poll")
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
         """End an update in every worker, unless it is being applied: then its verdict ends it."""
         if (task := self._commits.get(update_id)) is not None and not task.done():
             raise UpdateConflict(f"engine {self._ordinal} applies update {update_id}", engine=self._ordinal, hint="Wait for its verdict")
-        return await self._live().rpc("weightsync_abort", update_id)
+        return await self._workers_say("weightsync_abort", update_id)
 
     @answers
     async def commit(self, update_id: str, version: int, rewinds: int) -> dict[str, Any]:
@@ -194,6 +194,18 @@ class EngineActor:
             self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
         verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
         return verdict
+
+    async def _workers_say(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """A call that each worker answers at once; one that hangs must not keep the calls of this actor."""
+        seconds = self._settings.sync.control_timeout_seconds
+        try:
+            return await asyncio.wait_for(self._live().rpc(method, *args), seconds)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"a worker of engine {self._ordinal} did not answer {method} within {seconds:.0f} s",
+                hint="See its log",
+                engine=self._ordinal,
+            ) from None
 
     @answers
     async def retire(self, update_id: str) -> None:

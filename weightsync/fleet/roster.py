@@ -65,10 +65,13 @@ class Roster:
     async def _ask(self, ordinal: int) -> None:
         try:
             if ordinal not in self._handles:
-                self._handles[ordinal] = await asyncio.to_thread(ray.get_actor, f"engine-{ordinal}", self._namespace)
+                found = asyncio.to_thread(ray.get_actor, f"engine-{ordinal}", self._namespace)
+                self._handles[ordinal] = await asyncio.wait_for(found, _TIMEOUT_SECONDS)
             answer = await call(self._handles[ordinal].describe, timeout_seconds=_TIMEOUT_SECONDS, engine=ordinal)
         except ValueError:  # no actor of that name
             self._ledger.lose(ordinal, "gone")
+        except TimeoutError:  # Ray's own directory does not answer
+            self._ledger.lose(ordinal, DeadlineExceeded.code)
         except WeightSyncError as exc:
             if isinstance(exc, EngineDied):
                 self._handles.pop(ordinal, None)  # a recreated actor has a new handle

@@ -137,7 +137,7 @@ def join_store(info: CommunicatorInfo, timeout_seconds: float) -> dist.Store:
         if network.is_loopback(info.host):
             hint = f"{info.host} leads to this machine: where the controller runs on another, set sync.store_host to an address of that one"
         raise TransportFailed(
-            f"no rendezvous store at {network.shown(info.host, info.port)}, tried from {network.way_to(info.host)}: {str(exc).splitlines()[0]}",
+            f"no rendezvous store at {network.shown(info.host, info.port)}, tried from {network.way_to(info.host)}: {why}",
             hint=hint,
         ) from exc
     return dist.PrefixStore(f"weightsync/{info.generation}", store)
