@@ -24,7 +24,7 @@ import torch
 from tests.peers import Peer
 from weightsync import WeightSync, config
 from weightsync.codec import decode, encode
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ManifestRefused, WeightSyncError
 from weightsync.protocol import BeginOrder, WorkerReport
 from weightsync.worker.joining import Joining
 from weightsync.worker.receiver import Receiver
@@ -205,6 +205,13 @@ def held(state: dict[str, Any]) -> tuple[str, int | None, dict[str, float]]:
 
 def slow_down(state: dict[str, Any], seconds: float) -> None:
     state["actor"]._engine.slow_seconds = seconds
+
+
+def say_no(state: dict[str, Any], why: str) -> None:
+    """The worker refuses what it receives."""
+    receiver = state["actor"]._engine.worker._receiver
+    receiver._fail(ManifestRefused(why))
+    receiver.cancel()
 
 
 def writes(state: dict[str, Any]) -> list[int]:

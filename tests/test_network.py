@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from weightsync import WeightSync
-from weightsync.errors import ConfigError, ProtocolMismatch, TransportFailed
-from weightsync.protocol import PROTOCOL_VERSION, CommunicatorInfo, Manifest, UpdateRequest
+from weightsync.errors import ConfigError, InternalError, ProtocolMismatch, TransportFailed
+from weightsync.protocol import PROTOCOL_VERSION, BeginOrder, CommunicatorInfo, Manifest, UpdateRequest
 from weightsync.transport import network, rendezvous
 from weightsync.transport.communicator import Communicator
 from weightsync.worker import joining
@@ -202,6 +202,37 @@ def test_a_build_and_a_patch_of_torch_may_differ(monkeypatch: pytest.MonkeyPatch
     for version in (f"{minor}.7+cu130", f"{minor}.0a0"):
         joining.require_same_versions(asked("nccl", torch_version=version))
         joining.require_same_versions(dataclasses.replace(asked("gloo", torch_version=version), nccl_version=""))
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+def test_two_engines_of_four_workers_each_have_ranks_1_to_8_and_nobody_elses() -> None:
+    """Offsets that were computed for each engine by itself gave two workers one rank."""
+    first, world = rendezvous.ranks({0: 4, 1: 4})
+    info = CommunicatorInfo("h", 1, 1, world, {str(o): rank for o, rank in first.items()}, "gloo")
+    orders = [BeginOrder(asked("gloo"), info, ordinal, first[ordinal], 1.0) for ordinal in (0, 1)]
+    assert [joining.place(order, rank) for order in orders for rank in range(4)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(("counted", "engine", "there"), [({0: 2, 1: 4}, 0, 4), ({0: 4, 1: 2}, 1, 4), ({0: 1}, 0, 2)])
+def test_a_world_of_another_size_than_there_are_workers_is_refused_before_anybody_meets(
+    counted: dict[int, int], engine: int, there: int
+) -> None:
+    first, world = rendezvous.ranks(counted)
+    info = CommunicatorInfo("10.255.255.1", 1, 1, world, {str(o): rank for o, rank in first.items()}, "gloo")
+    order = BeginOrder(asked("gloo"), info, engine, first[engine], 20.0)
+    taken = []
+    for rank in range(there):
+        try:
+            taken.append(joining.place(order, rank))
+        except InternalError as refused:
+            assert f"worker {rank} of engine {engine} would be rank {first[engine] + rank} of {world}" in refused.message
+    assert len(taken) == counted[engine]
+    began = time.monotonic()
+    with pytest.raises(InternalError):
+        joining.Joining(CPU, there - 1).begin(order)()
+    assert time.monotonic() - began < 0.5, "nobody was looked for"
 
 
 # --- calls that have no deadline ----------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from tests.fleets import wait_until
 from tests.peers import Peer
-from tests.survivors import ENGINES, UPDATE, Survivors, commit_thrice, go, slow_down, weights, writes
+from tests.survivors import ENGINES, UPDATE, Survivors, commit_thrice, go, say_no, slow_down, weights, writes
 from weightsync.errors import WeightSyncError
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -161,6 +161,22 @@ def test_a_commit_answered_too_late_is_taken_back_where_the_fleet_went_without_i
     fleet.version -= 1  # the trainer was told that it failed, so the number is free
     assert fleet.update().get("version") == fleet.version
     assert states(fleet) == {("serving", "", fleet.version): ENGINES}
+
+
+# --- an engine that says no ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before", "half"])
+def test_an_engine_that_says_no_while_the_trainer_is_in_the_broadcast_releases_it_with_its_own_words(fleet: Survivors, moment: str) -> None:
+    """The refusal went to a control call; the trainer sat in a broadcast without an end."""
+    trainer = fleet.start(moment)
+    fleet.roles["engine 3"].call(say_no, "lm_head.bias is not of this model")
+    began = time.monotonic()
+    go(trainer)
+    error = trainer.result()["error"]
+    assert time.monotonic() - began < UPDATE
+    assert (error.code, error.engine) == ("manifest_refused", 3) and "lm_head.bias is not of this model" in error.message
+    assert "error" not in fleet.update()
 
 
 # --- two at once, and the same again ------------------------------------------------------------

@@ -18,14 +18,32 @@ from collections.abc import Callable
 
 import torch
 
-from weightsync.errors import Aborted, ProtocolMismatch
+from weightsync.errors import Aborted, InternalError, ProtocolMismatch
 from weightsync.protocol import PROTOCOL_VERSION, BeginOrder, UpdateRequest
 from weightsync.transport.communicator import Communicator
+from weightsync.transport.rendezvous import engine_of
 
 
 def landing(order: BeginOrder, device: torch.device) -> torch.device:
     """Where buckets arrive: a trainer with CPU tensors reaches an engine on any device over gloo."""
     return device if order.request.transport == "nccl" else torch.device("cpu")
+
+
+def place(order: BeginOrder, rank: int) -> int:
+    """The rank in the communicator of the worker that has this rank in its engine.
+
+    Raises:
+        InternalError: it is another's, or nobody's: the controller counts other workers than there are.
+    """
+    info, wanted = order.communicator, order.rank_offset + rank
+    if not 0 < wanted < info.world_size or engine_of(info, wanted) != order.engine:
+        raise InternalError(
+            f"worker {rank} of engine {order.engine} would be rank {wanted} of {info.world_size}, which is not one of its engine: "
+            f"the first ranks of engines are {info.members}",
+            hint="The engine has another number of workers than it reported",
+            update_id=order.request.update_id,
+        )
+    return wanted
 
 
 def require_same_versions(request: UpdateRequest) -> None:
@@ -105,7 +123,7 @@ class Joining:
             held.close()
         made = Communicator(
             order.communicator,
-            order.rank_offset + self._rank,
+            place(order, self._rank),
             landing(order, self._device),
             connect_seconds=min(order.connect_seconds, order.request.timeout_seconds),
             operation_seconds=order.request.timeout_seconds,
