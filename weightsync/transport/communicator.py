@@ -144,10 +144,13 @@ class Communicator:
             self._leave()
             raise
         except RuntimeError as exc:
-            gone = self._gone()
+            late = time.monotonic() >= deadline  # then gloo itself has closed every connection
+            gone = [] if late else self._gone()
             self._leave()
             if gone:
                 raise self._lost(gone) from exc
+            if late:
+                raise _too_late() from exc
             raise TransportFailed(f"broadcast failed: {_first_line(exc)}", hint="A peer died or left; sync again") from exc
 
     def _wait(self, work: Any, deadline: float, cancelled: Callable[[], bool]) -> None:
@@ -158,7 +161,7 @@ class Communicator:
             now = time.monotonic()
             left = deadline - now
             if left <= 0:
-                raise TransportFailed("the broadcast did not finish before its deadline", hint="A peer hangs; sync again")
+                raise _too_late()
             if self.device.type == "cpu":
                 # A timed-out wait leaves a gloo operation as it was; a failed one completes it.
                 # torch counts whole milliseconds and takes 0 for no timeout at all.
@@ -207,6 +210,10 @@ class Communicator:
                 if peer != self.rank:
                     _interrupt(holder[0], peer)
         _dismiss(holder)
+
+
+def _too_late() -> TransportFailed:
+    return TransportFailed("the broadcast did not finish before its deadline", hint="A peer hangs; sync again")
 
 
 def _interrupt(group: Any, peer: int) -> None:
@@ -280,6 +287,7 @@ def _new_group(
     operation_seconds: float,
     interface: str,
 ) -> Any:
+    store.set(f"here/{rank}", "")
     if info.transport == "gloo":
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_seconds)
@@ -287,7 +295,6 @@ def _new_group(
         # torch's own choice is the address that this machine's name has, which many hosts files give as 127.0.0.1.
         here = {"interface": interface} if interface else {"hostname": network.address_to(info.host) or info.host}
         options._devices = [dist.ProcessGroupGloo.create_device(**here)]
-        store.set(f"here/{rank}", "")
         group: Any = dist.ProcessGroupGloo(store, rank, info.world_size, options)
         group.set_timeout(timedelta(seconds=operation_seconds))
         return group
