@@ -190,7 +190,7 @@ def run_engine(state: dict[str, Any], ordinal: int, port: int, told: dict[str, A
 
     def make() -> Any:
         actor: Any = EngineActor(ordinal, told)
-        actor._engine, actor._url, actor._reason, actor._workers = Core(), f"http://127.0.0.1:{port}", "pending_weights", 1
+        actor._engine, actor._url, actor._reason, actor._places = Core(), f"http://127.0.0.1:{port}", "pending_weights", [None]
         actor._starting = asyncio.get_running_loop().create_future()
         actor._starting.set_result(None)
         return actor
@@ -211,6 +211,7 @@ def say_no(state: dict[str, Any], why: str) -> None:
     """The worker refuses what it receives."""
     receiver = state["actor"]._engine.worker._receiver
     receiver._fail(ManifestRefused(why))
+    receiver._fail = lambda _: None  # what its thread says of being cancelled
     receiver.cancel()
 
 

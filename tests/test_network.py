@@ -209,7 +209,7 @@ def test_a_build_and_a_patch_of_torch_may_differ(monkeypatch: pytest.MonkeyPatch
 
 def test_two_engines_of_four_workers_each_have_ranks_1_to_8_and_nobody_elses() -> None:
     """Offsets that were computed for each engine by itself gave two workers one rank."""
-    first, world = rendezvous.ranks({0: 4, 1: 4})
+    first, world = rendezvous.ranks({0: 4, 1: 4}, {})
     info = CommunicatorInfo("h", 1, 1, world, {str(o): rank for o, rank in first.items()}, "gloo")
     orders = [BeginOrder(asked("gloo"), info, ordinal, first[ordinal], 1.0) for ordinal in (0, 1)]
     assert [joining.place(order, rank) for order in orders for rank in range(4)] == list(range(1, 9))
@@ -219,7 +219,7 @@ def test_two_engines_of_four_workers_each_have_ranks_1_to_8_and_nobody_elses() -
 def test_a_world_of_another_size_than_there_are_workers_is_refused_before_anybody_meets(
     counted: dict[int, int], engine: int, there: int
 ) -> None:
-    first, world = rendezvous.ranks(counted)
+    first, world = rendezvous.ranks(counted, {})
     info = CommunicatorInfo("10.255.255.1", 1, 1, world, {str(o): rank for o, rank in first.items()}, "gloo")
     order = BeginOrder(asked("gloo"), info, engine, first[engine], 20.0)
     taken = []

@@ -113,7 +113,7 @@ def test_a_broken_broadcast_of_which_nobody_died_is_told_as_it_is(tmp_path: Path
 def test_heartbeats_of_one_engine_do_not_wait_for_another_or_for_rays_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster_module, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(ray, "get_actor", lambda *_: time.sleep(1.0))
-    good = says({"incarnation": "0-1", "status": encode(engine(0, 3))})
+    good = says({"incarnation": "0-1", "places": [], "status": encode(engine(0, 3))})
     roster, ledger = roster_of(tmp_path, Handle(describe=good), Handle(describe=never), Handle())
     del roster._handles[2]
 
@@ -153,7 +153,7 @@ def test_a_late_engine_is_told_to_serve_nothing_until_it_says_so_itself(tmp_path
 
     status = engine(0, 1)
     roster, ledger = roster_of(
-        tmp_path, Handle(describe=says({"incarnation": "0", "status": {**encode(status), "update_id": "u"}}), retire=retire)
+        tmp_path, Handle(describe=says({"incarnation": "0", "places": [], "status": {**encode(status), "update_id": "u"}}), retire=retire)
     )
     assert not apply(ledger, ledger.admit(request("u", 1), 0.0), False)
     asyncio.run(roster.refresh())

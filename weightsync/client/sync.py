@@ -43,7 +43,8 @@ from weightsync.errors import (
 from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.results import Generation, SyncReport
 from weightsync.transport import network
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel, join
+from weightsync.transport.local import Listener, place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
 _CONTROL_SECONDS = 30.0
@@ -83,7 +84,8 @@ class WeightSync:
         self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
         self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
-        self._communicator: Communicator | None = None
+        self._communicator: Channel | None = None
+        self._listener: Listener | None = None
         self._published: Published | None = None
         self._lock = threading.Lock()
 
@@ -99,6 +101,8 @@ class WeightSync:
             if self._published is not None:
                 self._give_up(self._published, "the trainer closed")
             self._leave()
+            if self._listener is not None:
+                self._listener.close()
         self._http.close()
 
     # --- weights -------------------------------------------------------------------------------
@@ -199,6 +203,7 @@ class WeightSync:
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
+        listener = self._listen()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
             plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -215,6 +220,9 @@ class WeightSync:
                 nccl_version=nccl,
                 allow_nonfinite=allow_nonfinite,
                 rewind=rewind,
+                place=place_of(offered.device),
+                socket=listener.name if listener else "",
+                secret=listener.secret if listener else "",
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
@@ -239,16 +247,21 @@ class WeightSync:
             published._read.set()
             published._done.set()
 
-    def _connect(self, published: Published, device: torch.device) -> Communicator:
-        admission, held = published.admission, self._communicator
-        if held is not None and held.open and held.info == admission.communicator:
+    def _listen(self) -> Listener | None:
+        """Where workers of this host come to; None where the system has no such sockets: they are reached as others are."""
+        if self._listener is None:
+            with contextlib.suppress(TransportFailed):
+                self._listener = Listener()
+        return self._listener
+
+    def _connect(self, published: Published, device: torch.device) -> Channel:
+        info, held = published.admission.communicator, self._communicator
+        if held is not None and held.open and held.info == info:
             return held
         self._leave()
         operation = max(self._timeout, _CONNECT_SECONDS)
         seconds = min(_CONNECT_SECONDS, max(0.1, published._deadline - time.monotonic()))
-        self._communicator = Communicator(
-            admission.communicator, 0, device, seconds, operation, self._interface, published._cancelled.is_set
-        )
+        self._communicator = join(info, device, self._listener, seconds, operation, self._interface, cancelled=published._cancelled.is_set)
         return self._communicator
 
     def _leave(self) -> None:

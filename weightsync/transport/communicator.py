@@ -36,6 +36,7 @@ import torch.distributed as dist
 from weightsync.errors import Aborted, ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport import network
+from weightsync.transport.memory import huge_pages
 from weightsync.transport.rendezvous import engine_of, join_store, named
 
 #: How long one wait lasts before cancellation is looked at again, seconds.
@@ -117,6 +118,10 @@ class Communicator:
         """Whether it can still broadcast."""
         return self._group is not None
 
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Memory to pack buckets into, each of shape [nbytes], uint8; zeros, for what lies between tensors is sent as well."""
+        return [huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)).zero_() for _ in range(count)]
+
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Send from rank 0 into everybody's `tensor`; returns when the bytes are there.
 
@@ -150,7 +155,7 @@ class Communicator:
             if gone:
                 raise self._lost(gone) from exc
             if late:
-                raise _too_late() from exc
+                raise _too_late(self.rank) from exc
             raise TransportFailed(f"broadcast failed: {_first_line(exc)}", hint="A peer died or left; sync again") from exc
 
     def _wait(self, work: Any, deadline: float, cancelled: Callable[[], bool]) -> None:
@@ -161,7 +166,7 @@ class Communicator:
             now = time.monotonic()
             left = deadline - now
             if left <= 0:
-                raise _too_late()
+                raise _too_late(self.rank)
             if self.device.type == "cpu":
                 # A timed-out wait leaves a gloo operation as it was; a failed one completes it.
                 # torch counts whole milliseconds and takes 0 for no timeout at all.
@@ -212,8 +217,9 @@ class Communicator:
         _dismiss(holder)
 
 
-def _too_late() -> TransportFailed:
-    return TransportFailed("the broadcast did not finish before its deadline", hint="A peer hangs; sync again")
+def _too_late(rank: int) -> TransportFailed:
+    what = "the broadcast" if rank == 0 else "the broadcast of the trainer (rank 0)"
+    return TransportFailed(f"{what} did not finish before its deadline", hint="A peer hangs; sync again")
 
 
 def _interrupt(group: Any, peer: int) -> None:

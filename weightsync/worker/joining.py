@@ -1,4 +1,6 @@
-"""A worker's place in the communicator of its fleet: joined by the receiving thread, kept between updates, left after a failure.
+"""A worker's place in the communicator of its fleet, or its link to a trainer on its host.
+
+Joined by the receiving thread, kept between updates, left after a failure.
 
 RPCs and the receiving thread both come here. A thread that an abort has left behind
 may still be on its way in when the next update begins; what it joins then is closed again.
@@ -21,7 +23,9 @@ import torch
 from weightsync.errors import Aborted, InternalError, ProtocolMismatch
 from weightsync.protocol import PROTOCOL_VERSION, BeginOrder, UpdateRequest
 from weightsync.transport.communicator import Communicator
-from weightsync.transport.rendezvous import engine_of
+from weightsync.transport.fanout import Channel
+from weightsync.transport.link import Link
+from weightsync.transport.rendezvous import engine_of, rank_of
 
 
 def landing(order: BeginOrder, device: torch.device) -> torch.device:
@@ -29,13 +33,16 @@ def landing(order: BeginOrder, device: torch.device) -> torch.device:
     return device if order.request.transport == "nccl" else torch.device("cpu")
 
 
-def place(order: BeginOrder, rank: int) -> int:
-    """The rank in the communicator of the worker that has this rank in its engine.
+def place(order: BeginOrder, rank: int) -> int | None:
+    """The rank in the communicator of the worker that has this rank in its engine; None if it is local.
 
     Raises:
         InternalError: it is another's, or nobody's: the controller counts other workers than there are.
     """
-    info, wanted = order.communicator, order.rank_offset + rank
+    info = order.communicator
+    wanted = rank_of(order.rank_offset, info.local.get(str(order.engine), ()), rank)
+    if wanted is None:
+        return None
     if not 0 < wanted < info.world_size or engine_of(info, wanted) != order.engine:
         raise InternalError(
             f"worker {rank} of engine {order.engine} would be rank {wanted} of {info.world_size}, which is not one of its engine: "
@@ -71,7 +78,7 @@ def _minor(version: str) -> str:
 
 
 class Joining:
-    """The communicator of one worker.
+    """How one worker is reached by its trainer.
 
     Args:
         device: the worker's.
@@ -82,9 +89,9 @@ class Joining:
         self._device, self._rank = device, rank
         self._lock = threading.Lock()
         self._order: BeginOrder | None = None
-        self._communicator: Communicator | None = None
+        self._channel: Channel | None = None
 
-    def begin(self, order: BeginOrder) -> Callable[[], Communicator]:
+    def begin(self, order: BeginOrder) -> Callable[[], Channel]:
         """Take note of the update that this worker receives now; returns what joins its communicator.
 
         Raises:
@@ -104,40 +111,48 @@ class Joining:
     def leave(self) -> None:
         """Close what is held: the stream may stand in the middle of an update, so everybody meets anew."""
         with self._lock:
-            held, self._communicator = self._communicator, None
+            held, self._channel = self._channel, None
         if held is not None:
             held.close()
 
-    def _connect(self, order: BeginOrder) -> Communicator:
-        """The communicator of this generation. Runs in the receiving thread.
+    def _connect(self, order: BeginOrder) -> Channel:
+        """The communicator, or the link, of this generation. Runs in the receiving thread.
 
         Raises:
             Aborted: the update ended meanwhile.
-            TransportFailed: see `Communicator`.
+            TransportFailed: see `Communicator` and `Link`.
         """
         self._require_current(order)
-        held = self._communicator
+        held = self._channel
         if held is not None and held.open and held.info == order.communicator:
             return held
         if held is not None:
             held.close()
-        made = Communicator(
-            order.communicator,
-            place(order, self._rank),
-            landing(order, self._device),
-            connect_seconds=min(order.connect_seconds, order.request.timeout_seconds),
-            operation_seconds=order.request.timeout_seconds,
-            interface=order.interface,
-            cancelled=lambda: self._order is not order,
-        )
+        made = self._make(order)
         with self._lock:
             current = self._order is order
             if current:
-                self._communicator = made
+                self._channel = made
         if not current:  # this took so long that a later update may have its own by now
             made.close()
         self._require_current(order)
         return made
+
+    def _make(self, order: BeginOrder) -> Channel:
+        info, request, device = order.communicator, order.request, landing(order, self._device)
+        rank, seconds = place(order, self._rank), min(order.connect_seconds, request.timeout_seconds)
+        if rank is None:
+            member = (order.engine, self._rank)
+            return Link(info, member, request.socket, request.secret, device, seconds, cancelled=lambda: self._order is not order)
+        return Communicator(
+            info,
+            rank,
+            device,
+            connect_seconds=seconds,
+            operation_seconds=request.timeout_seconds,
+            interface=order.interface,
+            cancelled=lambda: self._order is not order,
+        )
 
     def _require_current(self, order: BeginOrder) -> None:
         if self._order is not order:
