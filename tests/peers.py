@@ -25,7 +25,10 @@ _PRELOAD = [
     "torch._dynamo",
     "hypothesis",
     "pytest",
+    "weightsync.api.app",
     "weightsync.client.sync",
+    "weightsync.fleet.controller",
+    "weightsync.fleet.engine_actor",
     "weightsync.worker.receiver",
 ]
 _QUICK.set_forkserver_preload(_PRELOAD)

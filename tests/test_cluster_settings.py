@@ -29,4 +29,4 @@ def test_what_engines_were_started_with_can_not_be_another_when_a_fleet_is_adopt
 
 def test_no_setting_that_an_engine_reads_is_forgotten() -> None:
     read = set(re.findall(r"_settings\.sync\.(\w+)", Path(engine_actor.__file__).read_text()))
-    assert read - set(cluster._FIXED["sync"]) == {"apply_timeout_seconds"}
+    assert read - set(cluster._FIXED["sync"]) == {"apply_timeout_seconds", "control_timeout_seconds"}

@@ -37,8 +37,8 @@ class Roster:
         await self.gate.wait()
         self.begun[order.engine] = order.request.update_id
 
-    async def poll(self, update: Update, ordinal: int) -> bool:
-        return self.begun.get(ordinal) == update.request.update_id
+    async def late(self, update: Update, until: float) -> list[str]:
+        return [f"engine {ordinal}" for ordinal in update.engines if self.begun.get(ordinal) != update.request.update_id]
 
     async def held(self) -> set[str]:
         return set(self.begun.values())

@@ -330,3 +330,101 @@ def test_an_engine_that_is_out_when_the_body_has_come_does_not_get_the_request()
     answer = Answer(sent)
     assert (answer.status, application.reached) == (503, [])
     assert answer.error.message == "this engine does not serve now: apply_failed" and answer.error.retryable
+
+
+# --- out of service -----------------------------------------------------------------------------
+
+
+class Vllm:
+    """Stands for vLLM: a request is tokenised, then waits in the core; the core ends those that it has when it is told to."""
+
+    def __init__(self) -> None:
+        self.tokenised, self.core_ends = asyncio.Event(), asyncio.Event()
+        self.resumed = asyncio.Event()
+        self.cancelled: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        kind = (await receive())["body"].decode()
+        try:
+            if kind == "tokenising":
+                await self.tokenised.wait()
+                await self.resumed.wait()  # it reached the core behind the end of all others
+            elif kind == "streaming":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await self.resumed.wait()
+            else:
+                await self.core_ends.wait()
+            if kind != "streaming":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": kind.encode()})
+        except asyncio.CancelledError:
+            self.cancelled.append(kind)
+            raise
+
+
+async def pass_through(gate: Gate, kind: str) -> Answer:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": kind.encode()}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
+    await gate(scope, receive, send)
+    return Answer(sent)
+
+
+def out_of_service(monkeypatch: pytest.MonkeyPatch, updated: bool) -> tuple[Vllm, dict[str, Answer]]:
+    """What becomes of requests that have passed when the engine goes out; `updated` again before they are ended."""
+    monkeypatch.setattr("weightsync.fleet.gate._ANSWERED_SECONDS", 0.1)
+    vllm, reason = Vllm(), [None, "apply_failed"]
+
+    async def run() -> dict[str, Answer]:
+        gate = Gate(vllm, TOKEN, lambda: reason[0], LIMIT)
+        kinds = ("running", "tokenising", "streaming")
+        asked = [asyncio.create_task(pass_through(gate, kind)) for kind in kinds]
+        await asyncio.sleep(0.02)
+        reason.reverse()
+        vllm.core_ends.set()  # finish reason abort, for those that it has
+        gate.end_soon()
+        vllm.tokenised.set()
+        if updated:
+            reason.reverse()
+            asyncio.get_running_loop().call_later(0.2, vllm.resumed.set)
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 2)
+        return dict(zip(kinds, answers, strict=True))
+
+    return vllm, asyncio.run(run())
+
+
+def test_a_request_on_its_way_into_an_engine_that_goes_out_of_service_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reached a core that had ended all others and stands still, and hung until the next update."""
+    vllm, answers = out_of_service(monkeypatch, updated=False)
+    assert answers["running"].body == b"running", "vLLM's own answer to what it had"
+    late = answers["tokenising"]
+    assert (late.status, late.error.code, late.error.retryable) == (503, "no_engine_ready", True)
+    assert "apply_failed" in late.error.message and late.headers[b"retry-after"] == b"1"
+    assert [message["type"] for message in answers["streaming"].messages] == ["http.response.start"], "broken off, not ended"
+    assert sorted(vllm.cancelled) == ["streaming", "tokenising"]
+
+
+def test_requests_that_an_update_came_to_meanwhile_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm, answers = out_of_service(monkeypatch, updated=True)
+    assert [answer.body for answer in answers.values()] == [b"running", b"tokenising", b"streaming"]
+    assert vllm.cancelled == []
+
+
+def test_a_request_that_its_server_gives_up_is_given_up_behind_the_gate_too() -> None:
+    vllm = Vllm()
+
+    async def run() -> None:
+        asked = asyncio.create_task(pass_through(Gate(vllm, TOKEN, lambda: None, LIMIT), "tokenising"))
+        await asyncio.sleep(0.02)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    assert vllm.cancelled == ["tokenising"]

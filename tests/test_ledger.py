@@ -394,3 +394,69 @@ def test_a_rewind_that_too_few_engines_took_may_be_tried_again() -> None:
     assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (1, 1, 1)
     assert apply(ledger, ledger.admit(request("u2", 1), 0.0), True, True)
     assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (1, 1, 2)
+
+
+# --- a commit whose answer comes too late -------------------------------------------------------
+
+
+def too_late(ledger: Ledger, version: int, took: tuple[int, ...] = (), rewinds: bool = False) -> EngineStatus:
+    """An update that only these engines answered in time; what engine 1 says of itself when it has applied it after all."""
+    asked = replace(request("late", version), rewind=rewinds)
+    update = ledger.admit(asked, 0.0)
+    apply(ledger, update, *(ordinal in took for ordinal in update.engines))
+    ledger.lose(1, "deadline")
+    return replace(engine(1, version), update_id="late", rewinds=update.rewinds)
+
+
+@pytest.mark.parametrize(
+    ("took", "require", "then", "serves"),
+    [
+        ((0,), 1, None, True),  # the update committed without it: it has what the fleet has
+        ((0,), 2, None, True),  # it did not, but an engine holds it: that is the fleet's version
+        ((), 2, None, False),  # nobody held it when its trainer was told that it failed
+        ((), 1, None, False),
+        ((), 1, 6, False),  # and other weights may have come under its number since
+        ((), 1, 7, False),  # or later ones
+        ((0,), 1, 7, False),
+    ],
+)
+def test_an_engine_that_answers_too_late_serves_where_it_has_the_fleets_version(
+    took: tuple[int, ...], require: int, then: int | None, serves: bool
+) -> None:
+    ledger = at(5, require=require)
+    late = too_late(ledger, 6, took)
+    if then is not None:
+        assert apply(ledger, ledger.admit(request("then", then), 0.0), True)
+    before = ledger.committed_version, ledger.rewinds
+    assert ledger.came_late(late) is not serves
+    ledger.see(late)
+    assert (ledger.committed_version, ledger.rewinds) == before
+    state, reason, version = (EngineState.SERVING, "", 6) if serves else (EngineState.QUARANTINED, "late_commit", None)
+    assert (ledger.engines[1].state, ledger.engines[1].reason, ledger.engines[1].version) == (state, reason, version)
+    assert ledger.ready == len(took) + serves if then is None else ledger.ready == 1
+
+
+def test_a_version_that_nobody_held_in_time_may_be_tried_again_and_reaches_the_late_engine_too() -> None:
+    ledger = at(5)
+    late = too_late(ledger, 6)
+    ledger.see(late)
+    assert apply(ledger, ledger.admit(request("again", 6), 0.0), True, True)
+    assert (ledger.committed_version, ledger.ready) == (6, 2)
+    ledger.see(replace(late, update_id="again"))
+    assert not ledger.came_late(ledger.engines[1]) and ledger.ready == 2
+
+
+def test_a_rewind_that_was_answered_too_late_does_not_take_the_fleet_back() -> None:
+    ledger = at(57)
+    late = too_late(ledger, 3, rewinds=True)
+    assert late.rewinds == 1 and ledger.came_late(late)
+    ledger.see(late)
+    assert (ledger.committed_version, ledger.rewinds, ledger.engines[1].state) == (57, 0, EngineState.QUARANTINED)
+
+
+def test_what_engines_say_of_updates_that_nobody_remembers_is_taken_as_it_is() -> None:
+    ledger = at(5)
+    for update_id in (None, "of an earlier controller"):
+        assert not ledger.came_late(replace(engine(1, 9), update_id=update_id))
+    update = ledger.admit(request("now", 6), 0.0)
+    assert not ledger.came_late(replace(engine(1, 6), update_id=update.request.update_id)), "it has not ended"

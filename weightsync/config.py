@@ -183,8 +183,10 @@ class SyncSettings(_Section):
     none. The others are reached by gloo or NCCL in the same update."""
     store_host: str = "127.0.0.1"
     """Address of the rendezvous store, in the controller; trainers on other machines need one they can reach."""
+    store_port: int = Field(default=0, ge=0, le=65_535)
+    """Port of that store, for hosts where ports must be opened; 0 takes a free one."""
     interface: str = ""
-    """Network interface of the broadcast; torch chooses when empty."""
+    """Network interface of the broadcast over gloo; the one that leads to the store when empty. NCCL reads NCCL_SOCKET_IFNAME."""
 
     @field_validator("rollback", "verify_stored")
     @classmethod

@@ -6,6 +6,7 @@ Not covered: what goes over it (`sender`).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,7 @@ class Link:
 
     Args:
         operation_seconds: upper bound of one broadcast, a backstop behind the caller's deadlines.
-        interface: network interface for gloo; torch chooses when empty.
+        interface: network interface for gloo; when empty the one that leads to the service's store.
     """
 
     def __init__(self, operation_seconds: float, interface: str) -> None:
@@ -38,13 +39,14 @@ class Link:
                 self._listener = Listener()
         return self._listener
 
-    def connect(self, info: CommunicatorInfo, device: torch.device, cancelled: Callable[[], bool]) -> Channel:
-        """The channel that the service names, made if need be."""
+    def connect(self, info: CommunicatorInfo, device: torch.device, deadline: float, cancelled: Callable[[], bool]) -> Channel:
+        """The channel that the service names, made if need be before `deadline`, a `time.monotonic()` value."""
         held = self._channel
         if held is not None and held.open and held.info == info:
             return held
         self.leave()
-        self._channel = join(info, device, self._listener, _CONNECT_SECONDS, self._operation, self._interface, cancelled=cancelled)
+        seconds = min(_CONNECT_SECONDS, max(0.1, deadline - time.monotonic()))
+        self._channel = join(info, device, self._listener, seconds, self._operation, self._interface, cancelled=cancelled)
         return self._channel
 
     def leave(self) -> None:

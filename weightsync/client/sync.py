@@ -5,8 +5,8 @@ engines have admitted the update; a thread sends the bytes while the engines go
 on serving, and `Published.tensors_read()` says when the parameters may change.
 `commit` waits until every engine has staged them, and has them applied.
 
-Every call ends within its deadline. Whatever fails before the commit leaves
-engines serving the version they had.
+Every call ends within its deadline and the few seconds that the service is given to say
+what went wrong. Whatever fails before the commit leaves engines serving the version they had.
 
 A trainer of several ranks gives its process group, and calls everything on every rank: the
 first talks to the service and sends, the others take part in gathers (`client/ranks.py`).
@@ -31,7 +31,7 @@ from weightsync.client.published import Published, failure
 from weightsync.client.ranks import Kind, Ranks
 from weightsync.client.sender import Progress, Sender
 from weightsync.client.source import Offer, Source, offer, require_same_dtypes
-from weightsync.client.view import CONTROL_SECONDS, View
+from weightsync.client.view import CONTROL_SECONDS, WORD_SECONDS, View
 from weightsync.codec import decode, encode
 from weightsync.errors import (
     Aborted,
@@ -45,6 +45,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import Admission, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.results import SyncReport
+from weightsync.transport import network
 from weightsync.transport.local import place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
@@ -60,7 +61,7 @@ class WeightSync(View):
         token: its bearer token.
         bucket_bytes: unit of broadcast, bytes.
         timeout_seconds: default deadline of one update.
-        interface: network interface for gloo; torch chooses when empty.
+        interface: network interface for gloo; when empty the one that leads to the service's store.
         allow_nonfinite: send NaN and infinity, and what becomes infinity in the engine's dtype; else such an
             update fails with `BadValues` before an engine is touched.
         device: where tensors travel from, each moved there when it is its turn; where they are when None. A fleet on
@@ -82,6 +83,7 @@ class WeightSync(View):
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
+        network.require_interface(interface)
         super().__init__(url, token)
         self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
         self._allow_nonfinite = allow_nonfinite
@@ -252,7 +254,7 @@ class WeightSync(View):
         require_same_dtypes(offered.manifest, self._dtypes)
         allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
         request, plan = self._request(offered, version, deadline - time.monotonic(), allow, rewind)
-        seconds = min(4 * CONTROL_SECONDS, request.timeout_seconds + CONTROL_SECONDS)
+        seconds = min(4 * CONTROL_SECONDS, request.timeout_seconds + WORD_SECONDS)
         try:
             answer = self._http.post("/v1/updates", encode(request), seconds)
         except (DeadlineExceeded, ServiceUnreachable):
@@ -270,7 +272,7 @@ class WeightSync(View):
                 self._watch(published, published._done)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
-            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + CONTROL_SECONDS)
+            data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + WORD_SECONDS)
             published._seconds["commit"] = time.monotonic() - start
         except WeightSyncError as exc:
             self._give_up(published, exc.message)
@@ -313,7 +315,7 @@ class WeightSync(View):
         """Body of the sending thread."""
         start = time.monotonic()
         try:
-            channel = self._link.connect(published.admission.communicator, offered.device, published._cancelled.is_set)
+            channel = self._link.connect(published.admission.communicator, offered.device, published._deadline, published._cancelled.is_set)
             published._seconds["connect"] = time.monotonic() - start
             published._await_go()
             sender.send(channel, published._deadline, published._cancelled.is_set, lambda: self._all_read(published, offered))
@@ -338,7 +340,8 @@ class WeightSync(View):
         while not until.wait(_WATCH_SECONDS):
             if time.monotonic() > published._deadline:
                 published._cancelled.set()
-                raise DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
+                late = DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
+                raise self._ended(published.update_id, wait=WORD_SECONDS) or late  # the service knows which engine did not answer
             if (ended := self._ended(published.update_id)) is not None:
                 published._cancelled.set()
                 published._done.wait(5.0)
@@ -346,18 +349,18 @@ class WeightSync(View):
             if self._ranks is not None and not published._read.is_set():
                 self._ranks.require_all()
         if published._error is not None:
-            # The engines' own word says more than a broken broadcast does.
-            if (
-                isinstance(published._error, (TransportFailed, Aborted))
-                and (ended := self._ended(published.update_id, wait=3.0)) is not None
-            ):
-                raise ended from published._error
-            raise published._error
+            # The service's word says more than a broken broadcast does, unless all it knows is that this side has left.
+            ended = None
+            if isinstance(published._error, (TransportFailed, Aborted)):
+                ended = self._ended(published.update_id, wait=WORD_SECONDS)
+            if ended is None or (isinstance(ended, TransportFailed) and published._error.engine is not None):
+                raise published._error
+            raise ended from published._error
 
     def _give_up(self, published: Published, reason: str) -> None:
         """Tell the service that this update ends; it may know already."""
         published._cancelled.set()
-        self._withdraw(published.update_id, reason, CONTROL_SECONDS)
+        self._withdraw(published.update_id, reason, _WITHDRAW_SECONDS)
         if self._published not in (None, published):
             return  # a later update of this trainer is using the communicator
         self._link.leave()

@@ -18,6 +18,8 @@ from weightsync.protocol import EngineStatus, FleetStatus, UpdateStatus
 from weightsync.results import Generation
 
 CONTROL_SECONDS = 30.0
+#: How much longer than its own deadline a call waits for the service to say what went wrong.
+WORD_SECONDS = 3.0
 
 
 class View:
@@ -79,7 +81,7 @@ class View:
         until = time.monotonic() + wait
         while True:
             try:
-                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", 5.0))
+                status = decode(UpdateStatus, self._http.get(f"/v1/updates/{update_id}", WORD_SECONDS))
             except WeightSyncError:
                 return None
             if status.state.final:

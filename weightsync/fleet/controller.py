@@ -20,7 +20,6 @@ import time
 from typing import Any
 
 import ray
-import torch
 
 import weightsync
 from weightsync import config
@@ -48,7 +47,7 @@ from weightsync.protocol import (
     UpdateRequest,
     UpdateState,
 )
-from weightsync.transport import rendezvous
+from weightsync.transport import network, rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +69,10 @@ class Controller:
         self._ledger = Ledger(sync.require, sync.history)
         self._recorder = Recorder()
         self._recorder.build(weightsync.__version__)
-        self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds)
+        self._store: Any = None
         self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger, sync)
         # The first generation rises over restarts of the controller.
-        self._membership = Membership(sync, self._store.port, time.time_ns() // 1_000_000)
+        self._membership = Membership(sync, 0, time.time_ns() // 1_000_000)
         self._staged: dict[str, asyncio.Event] = {}
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
@@ -89,6 +88,10 @@ class Controller:
     # --- engines -------------------------------------------------------------------------------
 
     async def _refresh(self) -> None:
+        if self._store is None:  # not when it is constructed: what an actor's constructor raises is lost on the way to `serve`
+            sync = self._settings.sync
+            self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds, sync.store_port)
+            self._membership.port = self._store.port
         await self._roster.refresh()
         if self._heart is None:  # also in a controller that Ray restarted, which nobody calls `start` on
             self._heart = self._spawn(self._watch_engines())
@@ -186,19 +189,21 @@ class Controller:
         try:
             while update.state == UpdateState.RECEIVING:
                 await asyncio.sleep(_POLL_SECONDS)
-                states = await asyncio.gather(*(self._roster.poll(update, ordinal) for ordinal in update.engines))
-                if update.state == UpdateState.RECEIVING and all(states):
+                late = await self._roster.late(update, deadline)
+                if update.state == UpdateState.RECEIVING and not late:
                     update.seconds[Phase.RECEIVE] = time.monotonic() - began
                     update.move(UpdateState.STAGED)
                     self._staged[update.request.update_id].set()
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"not all bytes had arrived after {update.request.timeout_seconds:.0f} s", phase=str(Phase.RECEIVE)
+                        f"not all bytes had arrived after {update.request.timeout_seconds:.0f} s: {'; '.join(late)}",
+                        hint="See the log of what did not answer or got nothing; sync again",
+                        phase=str(Phase.RECEIVE),
                     )
             while update.state == UpdateState.STAGED:
                 await asyncio.sleep(0.2)
                 if not update.staged:  # its bytes are still on their way
-                    await asyncio.gather(*(self._roster.poll(update, ordinal) for ordinal in update.engines))
+                    await self._roster.late(update, deadline)
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("staged, and no commit came before the update's deadline", phase=str(Phase.STAGE))
         except WeightSyncError as exc:
@@ -330,18 +335,12 @@ class Controller:
 
 
 def _check_versions(request: UpdateRequest) -> None:
+    """The controller has only read what it is asked; what workers must share with the trainer they see to themselves."""
     if request.protocol_version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"the trainer speaks protocol {request.protocol_version}, the service {PROTOCOL_VERSION}",
             hint="Install the same weightsync on both sides",
         )
-    if request.transport == "nccl" and torch.cuda.is_available():
-        ours = ".".join(map(str, torch.cuda.nccl.version()[:2]))
-        theirs = ".".join(request.nccl_version.split(".")[:2])
-        if ours != theirs:
-            raise ProtocolMismatch(
-                f"the trainer has NCCL {theirs}, the service {ours}", hint="Install torch versions with the same NCCL on both sides"
-            )
 
 
 def create(settings: config.Settings) -> Any:
@@ -356,5 +355,6 @@ def create(settings: config.Settings) -> Any:
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 256,
+        "runtime_env": {"env_vars": network.LOOKUPS},
     }
     return ray.remote(Controller).options(**options).remote(config.dump(settings))

@@ -28,15 +28,17 @@ import uvicorn
 
 from weightsync import config
 from weightsync.codec import decode, encode
-from weightsync.errors import EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
+from weightsync.fleet.ledger import LATE
 from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.salt import Salt
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
+from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class EngineActor:
         self._incarnation = f"{ordinal}-{time.time_ns():x}"
         self._engine: vllm_api.Engine | None = None
         self._server: uvicorn.Server | None = None
+        self._gate: Gate | None = None
         self._state = EngineState.PENDING
         self._reason = "starting"
         self._version: int | None = None
@@ -101,9 +104,9 @@ class EngineActor:
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
         inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
-        gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
+        self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
         sock = socket.create_server((self._settings.api.host, self._port()))
-        self._server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(uvicorn.Config(self._gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
@@ -179,19 +182,19 @@ class EngineActor:
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-        return await self._live().rpc("weightsync_begin", order)
+        return await self._workers_say("weightsync_begin", order)
 
     @answers
     async def poll(self) -> list[dict[str, Any]]:
         """Every worker's report, by rank."""
-        return await self._live().rpc("weightsync_poll")
+        return await self._workers_say("weightsync_poll")
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
         """End an update in every worker, unless it is being applied: then its verdict ends it."""
         if (task := self._commits.get(update_id)) is not None and not task.done():
             raise UpdateConflict(f"engine {self._ordinal} applies update {update_id}", engine=self._ordinal, hint="Wait for its verdict")
-        return await self._live().rpc("weightsync_abort", update_id)
+        return await self._workers_say("weightsync_abort", update_id)
 
     @answers
     async def commit(self, update_id: str, version: int, rewinds: int) -> dict[str, Any]:
@@ -200,6 +203,32 @@ class EngineActor:
             self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
         verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
         return verdict
+
+    async def _workers_say(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """A call that each worker answers at once; one that hangs must not keep the calls of this actor."""
+        seconds = self._settings.sync.control_timeout_seconds
+        try:
+            return await asyncio.wait_for(self._live().rpc(method, *args), seconds)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"a worker of engine {self._ordinal} did not answer {method} within {seconds:.0f} s",
+                hint="See its log",
+                engine=self._ordinal,
+            ) from None
+
+    @answers
+    async def retire(self, update_id: str) -> None:
+        """Serve nothing until the next update: this one was applied, but the controller had given it up by then."""
+        if self._update_id == update_id and self._state == EngineState.SERVING:
+            self._state, self._reason, self._version = EngineState.QUARANTINED, LATE, None
+            await self._end_requests()
+
+    async def _end_requests(self) -> None:
+        """Stay paused; end what vLLM has, and what is still on its way into it."""
+        with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
+            await self._live().end_requests()
+        if self._gate is not None:
+            self._gate.end_soon()
 
     def _live(self) -> vllm_api.Engine:
         if self._engine is None or not self._engine.alive:
@@ -269,8 +298,7 @@ class EngineActor:
             self._state, self._reason = before
         else:
             self._state, self._reason = EngineState.QUARANTINED, error.code
-            with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
-                await self._live().end_requests()
+            await self._end_requests()
         with contextlib.suppress(Exception):  # likewise
             await self._live().rpc("weightsync_abort", update_id)  # lets the staged bytes go
         self._version = self._version if self._state == EngineState.SERVING else None
@@ -324,7 +352,7 @@ def engine_options(settings: config.Settings, ordinal: int) -> dict[str, Any]:
     """Ray's options for one engine actor."""
     engine = settings.engine
     on_cpu = vllm_api.device_of(engine) == "cpu"
-    environment = dict(vllm_api.ENVIRONMENT)
+    environment = {**vllm_api.ENVIRONMENT, **network.LOOKUPS}
     if on_cpu:
         environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus / engine.workers)))}
     return {

@@ -4,13 +4,16 @@ vLLM's application has some three dozen routes, among them ones that generate
 without a key and ones that change the engine. Only the four below pass, only
 with the fleet's token, and only while the engine holds a committed version.
 While an update is applied requests pass and wait inside vLLM (under
-`sync.caches = salt` in `salt`).
+`sync.caches = salt` in `salt`). When an engine goes out of service vLLM ends those that
+it knows; one that stands in its tokenisation would reach a paused engine behind that and
+wait for the next update. So whatever has not ended shortly after is ended here.
 
 Not covered: rate limits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -21,6 +24,9 @@ from weightsync.errors import AuthError, NoEngineReady, Refused, WeightSyncError
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+#: How long vLLM has to answer the requests that it ended.
+_ANSWERED_SECONDS = 1.0
 
 ALLOWED = {
     ("POST", "/v1/completions"),
@@ -42,6 +48,8 @@ class Gate:
 
     def __init__(self, app: Any, token: str, refusal: Callable[[], str | None], max_request_bytes: int) -> None:
         self._app, self._token, self._refusal, self._limit = app, token.encode(), refusal, max_request_bytes
+        self._inside: set[asyncio.Task[None]] = set()
+        self._ending: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -64,7 +72,41 @@ class Gate:
         elif (reason := self._refusal()) is not None:  # since the body began to come; a paused engine would keep the request for ever
             await _refuse_now(reason, send)
         else:
-            await self._app(scope, bounded, send)
+            await self._pass(scope, bounded, send)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def noting(message: MutableMapping[str, Any]) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        inside = asyncio.ensure_future(self._app(scope, receive, noting))
+        self._inside.add(inside)
+        try:
+            await asyncio.wait([inside])
+        finally:
+            self._inside.discard(inside)
+            if not inside.done():  # the server gave the request up
+                inside.cancel()
+        if not inside.cancelled():
+            inside.result()
+        elif not began:
+            await _refuse_now(self._refusal() or "it went out of service", send)
+        # An answer that has begun and does not go on: the connection breaks off, which its reader can tell from an end.
+
+    def end_soon(self) -> None:
+        """Out of service: end what has passed and has not been answered when vLLM's own answers are out."""
+        if self._ending is not None:
+            self._ending.cancel()
+        passed = tuple(self._inside)
+        self._ending = asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, self._end, passed)
+
+    def _end(self, passed: tuple[asyncio.Task[None], ...]) -> None:
+        if self._refusal() is not None:  # else an update has come meanwhile, and they go on
+            for inside in passed:
+                inside.cancel()
 
 
 def has_token(scope: Scope, token: bytes) -> bool:

@@ -40,6 +40,10 @@ _NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
 }
 
 
+#: Reason of an engine that serves nothing since its commit was answered too late.
+LATE = "late_commit"
+
+
 @dataclass
 class Update:
     """One update's record; `status` is its public form."""
@@ -102,6 +106,7 @@ class Ledger:
         self._require, self._history = require, history
         self.engines: dict[int, EngineStatus] = {}
         self.committed_version: int | None = None
+        self._brought_by: str | None = None  # the update that brought it
         self.rewinds = 0  # how often the fleet has gone back
         self._incomplete = False  # the committed version has not reached `require` engines
         self._updates: OrderedDict[str, Update] = OrderedDict()
@@ -127,9 +132,23 @@ class Ledger:
 
     def see(self, status: EngineStatus) -> None:
         """Take in what an engine says of itself; a fleet version is learned from engines that hold one."""
+        if self.came_late(status):
+            status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE)
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
-            self.rewinds, self.committed_version = status.rewinds, status.version
+            self.rewinds, self.committed_version, self._brought_by = status.rewinds, status.version, status.update_id
+
+    def came_late(self, status: EngineStatus) -> bool:
+        """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
+
+        A commit that got no answer in time may succeed in the engine afterwards. Its trainer was told that it failed, and may
+        have sent other weights under that number since.
+        """
+        update = self._updates.get(status.update_id or "")
+        if update is None or not update.state.final or status.state != EngineState.SERVING:
+            return False
+        told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
+        return not told and status.update_id != self._brought_by
 
     def lose(self, engine: int, reason: str) -> None:
         """An engine can't be reached; one that was never seen counts too."""
@@ -221,6 +240,7 @@ class Ledger:
         # An engine that came back during the update may have brought a higher version with it.
         if committed and (update.rewinds, update.request.version) >= self._reached:
             self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
+            self._brought_by = update.request.update_id
         for verdict in verdicts:
             before = self.engines.get(verdict.engine)
             if before is not None:

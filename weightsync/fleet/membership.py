@@ -21,12 +21,12 @@ class Membership:
 
     Args:
         sync: the fleet's settings.
-        port: of the rendezvous store.
+        port: of the rendezvous store; may be set later.
         generation: a serial number that has not been used.
     """
 
     def __init__(self, sync: SyncSettings, port: int, generation: int) -> None:
-        self._sync, self._port, self._generation = sync, port, generation
+        self._sync, self.port, self._generation = sync, port, generation
         self._members: Any = None
 
     def renew(self) -> None:
@@ -52,7 +52,7 @@ class Membership:
         first, world = rendezvous.ranks({ordinal: len(those) for ordinal, those in places.items()}, local)
         return CommunicatorInfo(
             host=self._sync.store_host,
-            port=self._port,
+            port=self.port,
             generation=self._generation,
             world_size=world,
             members={str(ordinal): rank for ordinal, rank in first.items()},

@@ -2,7 +2,8 @@
 
 Every engine is asked what it is once a second, by a call that touches no worker
 of it; one that does not answer is entered as dead in the ledger, and one that
-answers again with what it says.
+answers again with what it says. One that has applied an update behind the controller's back,
+because its answer came too late, either has what the fleet has, or is told to serve nothing.
 
 Not covered: a worker that hangs while its engine actor answers.
 """
@@ -10,6 +11,8 @@ Not covered: a worker that hangs while its engine actor answers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,13 +20,15 @@ import ray
 
 from weightsync.codec import decode, encode
 from weightsync.config import SyncSettings
-from weightsync.errors import EngineDied, InternalError, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, TransportFailed, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.reports import failure
 from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
 
 _TIMEOUT_SECONDS = 10.0
+#: How often and how long engines are asked again which of them has died, when a broadcast broke.
+_TELL_TRIES, _TELL_SECONDS = 4, 0.25
 
 
 class Roster:
@@ -64,10 +69,13 @@ class Roster:
     async def _ask(self, ordinal: int) -> None:
         try:
             if ordinal not in self._handles:
-                self._handles[ordinal] = await asyncio.to_thread(ray.get_actor, f"engine-{ordinal}", self._namespace)
+                found = asyncio.to_thread(ray.get_actor, f"engine-{ordinal}", self._namespace)
+                self._handles[ordinal] = await asyncio.wait_for(found, _TIMEOUT_SECONDS)
             answer = await call(self._handles[ordinal].describe, timeout_seconds=_TIMEOUT_SECONDS, engine=ordinal)
         except ValueError:  # no actor of that name
             self._ledger.lose(ordinal, "gone")
+        except TimeoutError:  # Ray's own directory does not answer
+            self._ledger.lose(ordinal, DeadlineExceeded.code)
         except WeightSyncError as exc:
             if isinstance(exc, EngineDied):
                 self._handles.pop(ordinal, None)  # a recreated actor has a new handle
@@ -78,7 +86,16 @@ class Roster:
             current = self._ledger.current
             # While an update is applied its verdict is what counts, not what the engine says on the way.
             if current is None or current.state != UpdateState.APPLYING:
-                self._ledger.see(decode(EngineStatus, answer["status"]))
+                status = decode(EngineStatus, answer["status"])
+                self._ledger.see(status)
+                if self._ledger.came_late(status):
+                    await self._retire(status)
+
+    async def _retire(self, status: EngineStatus) -> None:
+        """Have an engine serve nothing until the next update; asked again with its next heartbeat if it does not answer."""
+        with contextlib.suppress(WeightSyncError):
+            retire = self._handle(status.engine).retire
+            await call(retire, status.update_id, timeout_seconds=_TIMEOUT_SECONDS, engine=status.engine)
 
     # --- one update ----------------------------------------------------------------------------
 
@@ -90,14 +107,48 @@ class Roster:
         """
         await self._reports(order.engine, self._handle(order.engine).begin, encode(order))
 
-    async def poll(self, update: Update, ordinal: int) -> bool:
-        """Whether every worker of an engine can apply the update now.
+    async def late(self, update: Update, until: float) -> list[str]:
+        """Engines that can't apply the update yet, in words; none when all can.
+
+        Args:
+            until: `time.monotonic()` value behind which no answer is waited for.
+
+        Raises:
+            WeightSyncError: what went wrong in an engine; that one has died, where that is behind it.
+        """
+        answers = await self._poll_all(update, until)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed and all(isinstance(error, TransportFailed) for error in failed):
+            # Those that live say that the broadcast broke; who has died may not be known at once.
+            for _ in range(_TELL_TRIES):
+                await asyncio.sleep(_TELL_SECONDS)
+                again = await self._poll_all(update, time.monotonic() + _TELL_SECONDS)
+                if died := [answer for answer in again if isinstance(answer, EngineDied)]:
+                    raise died[0]
+        if failed:
+            raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+        return [str(answer) for answer in answers if answer]
+
+    async def _poll_all(self, update: Update, until: float) -> list[str | BaseException]:
+        return await asyncio.gather(*(self._poll(update, ordinal, until) for ordinal in update.engines), return_exceptions=True)
+
+    async def _poll(self, update: Update, ordinal: int, until: float) -> str:
+        """Why an engine can't apply the update yet; empty when it can.
 
         Raises:
             WeightSyncError: it failed in a worker, or the engine does not answer.
         """
-        reports = await self._reports(ordinal, self._handle(ordinal).poll)
-        return all(report.state == "staged" and report.update_id == update.request.update_id for report in reports)
+        seconds = max(0.1, min(self._sync.control_timeout_seconds, until - time.monotonic()))
+        try:
+            reports = await self._reports(ordinal, self._handle(ordinal).poll, seconds=seconds)
+        except DeadlineExceeded:
+            if seconds == self._sync.control_timeout_seconds:
+                raise
+            return f"engine {ordinal} did not answer"
+        if all(report.state == "staged" and report.update_id == update.request.update_id for report in reports):
+            return ""
+        fewest = min((report.tensors for report in reports), default=0)
+        return f"engine {ordinal} had {fewest} of {len(update.request.manifest.tensors)} tensors"
 
     async def held(self) -> set[str]:
         """Updates whose bytes engines hold and have not begun to apply, as far as engines answer."""
@@ -125,8 +176,9 @@ class Roster:
             self._ledger.lose(ordinal, exc.code)
             return EngineVerdict(ordinal, False, None, self._ledger.engines[ordinal].state, error=exc.to_dict())
 
-    async def _reports(self, ordinal: int, method: Any, *args: Any) -> list[WorkerReport]:
-        answers = await call(method, *args, timeout_seconds=self._sync.control_timeout_seconds, engine=ordinal)
+    async def _reports(self, ordinal: int, method: Any, *args: Any, seconds: float | None = None) -> list[WorkerReport]:
+        seconds = self._sync.control_timeout_seconds if seconds is None else seconds
+        answers = await call(method, *args, timeout_seconds=seconds, engine=ordinal)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:
             error.engine = ordinal

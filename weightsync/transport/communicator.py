@@ -6,18 +6,24 @@ CUDA tensors, by the same code. Deadlines are ours: a broadcast that does not
 finish in time, or that is cancelled, raises, and the communicator is finished;
 the process lives on. Nothing here waits without a deadline.
 
-A gloo operation can't be interrupted from outside, only left: its thread stays
-behind until its own deadline passes, and is collected in the background. Nor does
-gloo tell an operation that its peer died in the middle of a message; the
-connections are probed for that.
+A gloo operation can't be interrupted from outside. But when the application's own wait for
+one operation times out, gloo ends all others of that group: so whoever leaves posts a
+receive that nobody answers, and the memory and the thread of what was on its way come back
+at once. Nor does gloo tell an operation that its peer died in the middle of a message; the
+connections are probed for that, which also tells who it was.
 
-Not covered: a peer that hangs but stays connected is noticed at the deadline only.
+Making a group is left to a thread of its own: where the store's process hangs, torch's
+client waits for ever. A thread that was left closes what it made too late.
+
+Not covered: a peer that hangs but stays connected is noticed at the deadline only, and
+only whoever asks the others (the controller) can tell which. NCCL does not say who died.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,17 +35,21 @@ import torch.distributed as dist
 
 from weightsync.errors import Aborted, ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
+from weightsync.transport import network
 from weightsync.transport.memory import huge_pages
-from weightsync.transport.rendezvous import join_store
+from weightsync.transport.rendezvous import engine_of, join_store, named
 
 #: How long one wait lasts before cancellation is looked at again, seconds.
 _TICK_SECONDS = 0.05
 #: How often a wait looks for peers that are gone, seconds.
 _PROBE_SECONDS = 0.25
-#: How long leaving waits for the group's threads: an idle group's, and those of an operation that was left.
+#: How long leaving waits for the group's threads.
 _CLOSE_SECONDS = 1.0
-_LEAVE_SECONDS = 0.2
-_PROBE_TAG = 1
+#: What torch adds to the deadline of a rendezvous before it says why it failed.
+_GRACE_SECONDS = 1.0
+#: How long the store is asked who has come, when not everybody has.
+_ASK_SECONDS = 1.0
+_PROBE_TAG, _LEAVE_TAG = 1, 2
 
 
 class Communicator:
@@ -51,11 +61,13 @@ class Communicator:
         device: where the broadcast tensors live.
         connect_seconds: deadline of the rendezvous.
         operation_seconds: upper bound of one broadcast, a backstop behind the caller's deadlines.
-        interface: network interface for gloo; torch chooses when empty.
+        interface: network interface for gloo; when empty the one that leads to the store.
+        cancelled: asked about every 50 ms while it joins.
 
     Raises:
-        TransportFailed: not everybody came in time.
-        ConfigError: this torch can't do the transport.
+        TransportFailed: not everybody came in time; names who did not, as far as the store knows.
+        Aborted: `cancelled()` said so.
+        ConfigError: this torch can't do the transport, or there is no such interface.
     """
 
     def __init__(
@@ -66,18 +78,40 @@ class Communicator:
         connect_seconds: float,
         operation_seconds: float,
         interface: str = "",
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
         self.rank = rank
         self.device = device
-        store = join_store(info, connect_seconds)
-        try:
-            self._group: Any = _new_group(info, store, rank, device, connect_seconds, operation_seconds, interface)
-        except RuntimeError as exc:
+        if info.transport == "gloo":
+            network.require_interface(interface)
+        until = time.monotonic() + connect_seconds
+        store = _in_time(lambda: join_store(info, connect_seconds), connect_seconds, cancelled, lambda _: None)
+        if store is None:
             raise TransportFailed(
-                f"rank {rank} of {info.world_size} (generation {info.generation}) could not join: {_first_line(exc)}",
+                f"the rendezvous store at {network.shown(info.host, info.port)} took a connection and did not answer within "
+                f"{connect_seconds:.0f} s",
+                hint="The controller hangs; see its log, and sync again",
+            )
+        left = max(0.1, until - time.monotonic())
+
+        def make() -> Any:
+            return _new_group(info, store, rank, device, left, operation_seconds, interface)
+
+        self._group: Any = None
+        why = f"no answer within {connect_seconds:.0f} s"
+        try:
+            self._group = _in_time(make, left + _GRACE_SECONDS, cancelled, lambda late: _dismiss([late]))
+        except RuntimeError as exc:
+            why = _first_line(exc)
+        if self._group is None:
+            absent = _in_time(lambda: _absent(info, store), _ASK_SECONDS, cancelled, lambda _: None)
+            raise TransportFailed(
+                f"rank {rank} of {info.world_size} (generation {info.generation}) could not join from {network.way_to(info.host)}: "
+                + (f"{named(info, absent)} did not come; " if absent else "")
+                + why,
                 hint="Sync again: a new generation is made",
-            ) from exc
+            )
 
     @property
     def open(self) -> bool:
@@ -112,10 +146,16 @@ class Communicator:
             work = self._group.broadcast([tensor], options)
             self._wait(work, deadline, cancelled)
         except (TransportFailed, Aborted):
-            self._close(_LEAVE_SECONDS)
+            self._leave()
             raise
         except RuntimeError as exc:
-            self._close(_LEAVE_SECONDS)
+            late = time.monotonic() >= deadline  # then gloo itself has closed every connection
+            gone = [] if late else self._gone()
+            self._leave()
+            if gone:
+                raise self._lost(gone) from exc
+            if late:
+                raise _too_late(self.rank) from exc
             raise TransportFailed(f"broadcast failed: {_first_line(exc)}", hint="A peer died or left; sync again") from exc
 
     def _wait(self, work: Any, deadline: float, cancelled: Callable[[], bool]) -> None:
@@ -126,7 +166,7 @@ class Communicator:
             now = time.monotonic()
             left = deadline - now
             if left <= 0:
-                raise TransportFailed("the broadcast did not finish before its deadline", hint="A peer hangs; sync again")
+                raise _too_late(self.rank)
             if self.device.type == "cpu":
                 # A timed-out wait leaves a gloo operation as it was; a failed one completes it.
                 # torch counts whole milliseconds and takes 0 for no timeout at all.
@@ -142,30 +182,106 @@ class Communicator:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _probe(self) -> None:
-        """Raise RuntimeError when a gloo peer's connection is broken."""
+        """Raise TransportFailed when gloo peers' connections are broken."""
+        if gone := self._gone():
+            raise self._lost(gone)
+
+    def _gone(self) -> list[int]:
+        """Ranks whose connection to this one is broken, as far as the transport can tell."""
         # A receive that nobody answers costs nothing, and posting it fails on a broken connection.
-        for peer in range(self.info.world_size):
+        gone = []
+        for peer in range(self.info.world_size) if self.device.type == "cpu" else ():
             if peer != self.rank:
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+                try:
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+                except RuntimeError:
+                    gone.append(peer)
+        return gone
+
+    def _lost(self, gone: list[int]) -> TransportFailed:
+        what = f"{named(self.info, gone)} died or left while bytes were on their way"
+        return TransportFailed(what, hint="Sync again", engine=engine_of(self.info, gone[0]) if len(gone) == 1 else None)
 
     def close(self) -> None:
         """Leave; waits a moment for the group's threads to end, can be called twice."""
-        self._close(_CLOSE_SECONDS)
+        self._leave()
 
-    def _close(self, seconds: float) -> None:
-        group, self._group = self._group, None
-        if group is None:
+    def _leave(self) -> None:
+        holder, self._group = [self._group], None
+        if holder[0] is None:
             return
-        if hasattr(group, "abort"):
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-        # Destroying a group joins its threads, which an unfinished operation can hold. A process
-        # that ends in the middle of that aborts, so an idle group is waited for.
-        holder = [group]
-        del group
-        thread = threading.Thread(target=holder.clear, name="weightsync-close", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        if self.device.type == "cpu":
+            for peer in range(self.info.world_size):
+                if peer != self.rank:
+                    _interrupt(holder[0], peer)
+        _dismiss(holder)
+
+
+def _too_late(rank: int) -> TransportFailed:
+    what = "the broadcast" if rank == 0 else "the broadcast of the trainer (rank 0)"
+    return TransportFailed(f"{what} did not finish before its deadline", hint="A peer hangs; sync again")
+
+
+def _interrupt(group: Any, peer: int) -> None:
+    """End what a gloo group waits for and close its connections, by a receive that nobody answers; a broken connection does not serve."""
+    with contextlib.suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _LEAVE_TAG).wait(timedelta(milliseconds=1))
+
+
+def _dismiss(holder: list[Any]) -> None:
+    """Destroy the group that this list alone refers to."""
+    if hasattr(holder[0], "abort"):
+        with contextlib.suppress(RuntimeError):
+            holder[0].abort()
+    # Destroying a group joins its threads. A process that ends in the middle of that aborts, so it is waited for.
+    thread = threading.Thread(target=holder.clear, name="weightsync-close", daemon=True)
+    thread.start()
+    thread.join(_CLOSE_SECONDS)
+
+
+def _in_time(make: Callable[[], Any], seconds: float, cancelled: Callable[[], bool], too_late: Callable[[Any], None]) -> Any:
+    """What `make` returns or raises, run in a thread of its own; None when it has not ended in time.
+
+    Raises:
+        Aborted: `cancelled()` said so. As behind the deadline, what comes after goes to `too_late`.
+    """
+    answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    lock, left = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        made, raised = None, None
+        try:
+            made = make()
+        except BaseException as exc:
+            raised = exc
+        with lock:
+            if not left.is_set():
+                answer.put((made, raised))
+                return
+        if made is not None:
+            too_late(made)
+
+    threading.Thread(target=run, name="weightsync-join", daemon=True).start()
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(queue.Empty):
+            made, raised = answer.get(timeout=_TICK_SECONDS)
+            if raised is not None:
+                raise raised
+            return made
+        aborted = cancelled()
+        if aborted or time.monotonic() > until:
+            with lock:
+                left.set()
+            if answer.empty():
+                if aborted:
+                    raise Aborted("the update was aborted before its trainer and workers had met")
+                return None
+
+
+def _absent(info: CommunicatorInfo, store: dist.Store) -> list[int]:
+    """Ranks that have not come to the store."""
+    return [rank for rank in range(info.world_size) if not store.check([f"here/{rank}"])]
 
 
 def _new_group(
@@ -177,19 +293,14 @@ def _new_group(
     operation_seconds: float,
     interface: str,
 ) -> Any:
+    store.set(f"here/{rank}", "")
     if info.transport == "gloo":
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_seconds)
         options._threads = 1
-        host = info.host if info.host in ("127.0.0.1", "::1", "localhost") else ""
-        gloo_device = (
-            dist.ProcessGroupGloo.create_device(interface=interface)
-            if interface
-            else dist.ProcessGroupGloo.create_device(hostname=host)
-            if host
-            else dist.ProcessGroupGloo.create_default_device()
-        )
-        options._devices = [gloo_device]
+        # torch's own choice is the address that this machine's name has, which many hosts files give as 127.0.0.1.
+        here = {"interface": interface} if interface else {"hostname": network.address_to(info.host) or info.host}
+        options._devices = [dist.ProcessGroupGloo.create_device(**here)]
         group: Any = dist.ProcessGroupGloo(store, rank, info.world_size, options)
         group.set_timeout(timedelta(seconds=operation_seconds))
         return group

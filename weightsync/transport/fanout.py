@@ -100,14 +100,14 @@ def join(
         Aborted: `cancelled()` said so.
     """
     if not info.local:
-        return Communicator(info, 0, device, connect_seconds, operation_seconds, interface)
+        return Communicator(info, 0, device, connect_seconds, operation_seconds, interface, cancelled)
     if listener is None:
         raise TransportFailed("workers of this host are to be reached by shared memory, and this trainer opened no local socket for them")
     members = [(int(engine), worker) for engine, workers in info.local.items() for worker in workers]
     links = listener.accept(info.generation, members, device, time.monotonic() + connect_seconds, cancelled)
     try:
         alone = info.world_size == 1
-        group = None if alone else Communicator(info, 0, device, connect_seconds, operation_seconds, interface)
+        group = None if alone else Communicator(info, 0, device, connect_seconds, operation_seconds, interface, cancelled)
     except BaseException:
         links.close()
         raise

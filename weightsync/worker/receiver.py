@@ -132,6 +132,7 @@ class Receiver:
 
     def _run(self) -> None:
         began = time.monotonic()
+        into = self.into
         try:
             communicator = self._connect()
             self.seconds["connect"] = time.monotonic() - began
@@ -148,6 +149,8 @@ class Receiver:
         finally:
             if self.draining:
                 self.into = None
+            if self.error is not None and isinstance(into, staging.Whole):
+                into.let_go()
             self.seconds["receive"] = time.monotonic() - began - self.seconds.get("connect", 0.0)
 
     def _fail(self, error: WeightSyncError) -> None:

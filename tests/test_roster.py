@@ -1,0 +1,197 @@
+"""What the controller's book of engines makes of engines that do not answer: no call waits longer than it may, and each is named.
+
+Actors are made up; `test_survivors.py` has the same with processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from tests.test_engine_update import Engine
+from tests.test_ledger import apply, engine, fleet, request
+from tests.workers import weights, without_vllm
+from weightsync import config
+from weightsync.codec import encode
+from weightsync.errors import DeadlineExceeded, EngineDied, TransportFailed, WeightSyncError
+from weightsync.fleet import roster as roster_module
+from weightsync.fleet.ledger import Ledger
+from weightsync.fleet.roster import Roster
+from weightsync.protocol import EngineState, WorkerReport
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+async def dies(*_: Any) -> Any:
+    raise ray.exceptions.RayActorError(error_msg="its process is gone")
+
+
+def says(value: Any) -> Callable[..., Awaitable[Any]]:
+    async def answer(*_: Any) -> Any:
+        return {"value": encode(value)}
+
+    return answer
+
+
+def fails(error: WeightSyncError) -> Callable[..., Awaitable[Any]]:
+    return says([WorkerReport(0, "u", "failed", error=error.to_dict())])
+
+
+class Handle:
+    """An engine's actor, of which each method does what it is told."""
+
+    def __init__(self, **methods: Callable[..., Awaitable[Any]]) -> None:
+        for name, method in methods.items():
+            setattr(self, name, type("Method", (), {"remote": staticmethod(method), "_method_name": name}))
+
+
+def roster_of(folder: Path, *handles: Handle, control: float = 0.3, ledger: Ledger | None = None) -> tuple[Roster, Ledger]:
+    (folder / "config.json").write_text("{}")
+    sync = config.load({"engine.model": folder, "sync.control_timeout_seconds": control, "sync.apply_timeout_seconds": 0.2}).sync
+    ledger = ledger or fleet(len(handles))
+    made = Roster("nowhere", len(handles), ledger, sync)
+    made._handles = dict(enumerate(handles))
+    return made, ledger
+
+
+def staged(update: str = "u", state: str = "staged", tensors: int = 1) -> Callable[..., Awaitable[Any]]:
+    return says([WorkerReport(0, update, state, tensors)])
+
+
+def late(roster: Roster, ledger: Ledger, seconds: float) -> tuple[list[str], float]:
+    update = ledger.admit(request("u", 1), 0.0)
+    began = time.monotonic()
+    return asyncio.run(roster.late(update, began + seconds)), time.monotonic() - began
+
+
+def test_at_the_deadline_those_are_named_that_did_not_answer_or_have_not_got_all(tmp_path: Path) -> None:
+    handles = Handle(poll=staged()), Handle(poll=never), Handle(poll=staged(state="receiving", tensors=0)), Handle(poll=staged("older"))
+    said, took = late(*roster_of(tmp_path, *handles, control=5.0), 0.3)
+    assert said == ["engine 1 did not answer", "engine 2 had 0 of 1 tensors", "engine 3 had 1 of 1 tensors"]
+    assert took < 1.0
+
+
+def test_an_engine_that_does_not_answer_in_its_own_time_ends_the_update_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match="engine 1 did not answer poll") as caught:
+        late(*roster_of(tmp_path, Handle(poll=staged()), Handle(poll=never)), 5.0)
+    assert caught.value.engine == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_death_is_told_rather_than_the_broken_broadcasts_of_those_who_live(order: tuple[int, int], tmp_path: Path) -> None:
+    polls = [fails(TransportFailed("the trainer (rank 0) died or left")), dies]
+    with pytest.raises(EngineDied) as caught:
+        late(*roster_of(tmp_path, *(Handle(poll=polls[number]) for number in order)), 5.0)
+    assert caught.value.engine == order.index(1)
+
+
+def test_a_death_that_is_known_a_moment_after_the_broadcast_broke_is_told(tmp_path: Path) -> None:
+    asked = 0
+
+    async def dying(*_: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return await (dies() if asked > 2 else staged(state="receiving")())
+
+    with pytest.raises(EngineDied, match="engine 1"):
+        late(*roster_of(tmp_path, Handle(poll=fails(TransportFailed("broke"))), Handle(poll=dying)), 5.0)
+
+
+def test_a_broken_broadcast_of_which_nobody_died_is_told_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(TransportFailed, match="broke"):
+        late(*roster_of(tmp_path, Handle(poll=fails(TransportFailed("broke"))), Handle(poll=staged())), 5.0)
+
+
+def test_heartbeats_of_one_engine_do_not_wait_for_another_or_for_rays_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(ray, "get_actor", lambda *_: time.sleep(1.0))
+    good = says({"incarnation": "0-1", "places": [], "status": encode(engine(0, 3))})
+    roster, ledger = roster_of(tmp_path, Handle(describe=good), Handle(describe=never), Handle())
+    del roster._handles[2]
+
+    async def ask() -> float:
+        began = time.monotonic()
+        await roster.refresh()
+        return time.monotonic() - began
+
+    assert asyncio.run(ask()) < 0.9
+    assert [ledger.engines[o].state for o in range(3)] == [EngineState.SERVING, EngineState.DEAD, EngineState.DEAD]
+    assert [ledger.engines[o].reason for o in (1, 2)] == ["deadline", "deadline"]
+
+
+def test_a_commit_that_gets_no_answer_is_a_verdict_by_name(tmp_path: Path) -> None:
+    roster, ledger = roster_of(tmp_path, Handle(commit=never), control=0.1)
+    update = ledger.admit(request("u", 1), 0.0)
+    began = time.monotonic()
+    verdict = asyncio.run(roster.commit(update, 0))
+    assert time.monotonic() - began < 1.0
+    assert verdict.error is not None
+    assert (verdict.committed, verdict.state, verdict.error["code"], verdict.error["engine"]) == (False, EngineState.DEAD, "deadline", 0)
+
+
+def test_an_abort_waits_for_nobody_longer_than_a_short_call_may_take(tmp_path: Path) -> None:
+    roster, _ = roster_of(tmp_path, Handle(abort=never), Handle(abort=dies))
+    began = time.monotonic()
+    asyncio.run(roster.abort("u"))
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_late_engine_is_told_to_serve_nothing_until_it_says_so_itself(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    async def retire(*args: Any) -> Any:
+        told.append(args)
+        return {"value": None}
+
+    status = engine(0, 1)
+    roster, ledger = roster_of(
+        tmp_path, Handle(describe=says({"incarnation": "0", "places": [], "status": {**encode(status), "update_id": "u"}}), retire=retire)
+    )
+    assert not apply(ledger, ledger.admit(request("u", 1), 0.0), False)
+    asyncio.run(roster.refresh())
+    assert told == [("u",)] and (ledger.engines[0].state, ledger.engines[0].reason) == (EngineState.QUARANTINED, "late_commit")
+
+
+# --- the engine's own side ----------------------------------------------------------------------
+
+
+def test_an_engine_whose_worker_hangs_answers_its_calls_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+    engine = Engine(tmp_path, workers=1, control_timeout_seconds=0.2)
+    monkeypatch.setattr(engine.core, "rpc", never)
+
+    async def ask() -> list[Any]:
+        return [await engine.actor.poll(), await engine.actor.begin({}), await engine.actor.abort("u")]
+
+    began = time.monotonic()
+    answers = asyncio.run(ask())
+    assert time.monotonic() - began < 1.5
+    assert [(a["error"]["code"], a["error"]["engine"]) for a in answers] == [("deadline", 0)] * 3
+    assert "a worker of engine 0 did not answer weightsync_poll" in answers[0]["error"]["message"]
+
+
+@pytest.mark.parametrize("told", ["another", "this"])
+def test_an_engine_that_is_told_it_came_too_late_serves_nothing_until_the_next_update(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_vllm(monkeypatch)
+    engine = Engine(tmp_path)
+    assert engine.update(1)["committed"]
+    assert engine.actor._update_id is not None
+    asyncio.run(engine.actor.retire(engine.actor._update_id if told == "this" else told))
+    if told == "another":
+        engine.require(1)
+    else:
+        engine.require_out()
+        assert engine.actor._refusal() == "late_commit"
+    assert engine.update(2)["committed"]
+    engine.require(2)
+    assert weights(2)
