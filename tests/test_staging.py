@@ -71,9 +71,9 @@ def test_what_would_not_fit_is_refused_with_what_is_free(stage: str, kind: str, 
     assert staging.allocate(PLAN, stage, CUDA, CPU).numel() == PLAN.stream_bytes
 
 
-def test_a_bucket_that_would_not_fit_where_it_lands_is_refused(free: dict[str, int]) -> None:
-    free["cuda"] = 100
-    with pytest.raises(MemoryRefused, match="a bucket takes 128 bytes of device memory and 100 are free"):
+def test_buckets_that_would_not_fit_where_they_land_are_refused(free: dict[str, int]) -> None:
+    free["cuda"] = 150
+    with pytest.raises(MemoryRefused, match="two buckets take 256 bytes of device memory and 150 are free"):
         staging.allocate(PLAN, "host", CUDA, CUDA)
     assert staging.allocate(PLAN, "host", CUDA, CPU).numel() == PLAN.stream_bytes, "gloo lands on the host"
 
@@ -137,7 +137,7 @@ def test_what_a_worker_does_not_need_is_proved_and_then_given_back() -> None:
 
 def test_memory_that_is_not_kept_is_not_asked_for(free: dict[str, int]) -> None:
     plan = plan_buckets(offer(BIG).manifest, MEGABYTE // 2)
-    spared, bucket = 8 * MEGABYTE, MEGABYTE // 2
+    spared, bucket = 8 * MEGABYTE, MEGABYTE  # two of the plan's
     free["cpu"] = int((plan.stream_bytes - spared + bucket) / 0.8) + 1
     assert staging.allocate(plan, "host", CPU, CPU, spared).numel() == plan.stream_bytes
     free["cpu"] -= 2

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.place import Place as Place
 from weightsync.report import ContractAnswer as ContractAnswer
 from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
@@ -149,6 +150,8 @@ class UpdateRequest:
         torch_version, nccl_version, protocol_version: for the check that both sides can talk.
         allow_nonfinite: take NaN, infinity, and what becomes infinity in the engine's dtype.
         rewind: the version may be the committed one or below it; the fleet goes back to it.
+        place: where the trainer's tensors lie; None if it can't hand memory to anybody.
+        socket, secret: the abstract unix socket where workers on its host reach it, and what they must know.
     """
 
     update_id: str
@@ -164,9 +167,12 @@ class UpdateRequest:
     protocol_version: int = PROTOCOL_VERSION
     allow_nonfinite: bool = False
     rewind: bool = False
+    place: Place | None = None
+    socket: str = ""
+    secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        for key in ("update_id", "trainer_id"):
+        for key in ("update_id", "trainer_id", *(["socket"] if self.socket else [])):
             value = getattr(self, key)
             if not (1 <= len(value) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in value)):
                 raise ValueError(f"{key} {value[:80]!r}: want 1 to 64 ASCII letters, digits, '-' or '_'")
@@ -190,9 +196,10 @@ class CommunicatorInfo:
     Attributes:
         host, port: the TCP store, in the controller.
         generation: serial number of the communicator; the store's key prefix.
-        world_size: the trainer (rank 0) and every worker.
-        members: for each engine ordinal, the rank of its first worker.
+        world_size: the trainer (rank 0) and every worker that is not local.
+        members: for each engine ordinal, the rank of its first worker that is not local; the others' follow.
         transport: `gloo` or `nccl`.
+        local: for each engine ordinal, its workers that have no rank: they come to the trainer's socket.
     """
 
     host: str
@@ -201,6 +208,7 @@ class CommunicatorInfo:
     world_size: int
     members: dict[str, int]
     transport: str
+    local: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -220,7 +228,7 @@ class BeginOrder:
 
     Attributes:
         engine: ordinal of the worker's engine.
-        rank_offset: rank of that engine's first worker.
+        rank_offset: rank of that engine's first worker that has one.
         connect_seconds: deadline of the rendezvous.
         interface: network interface for gloo; torch chooses when empty.
         stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
@@ -250,6 +258,7 @@ class WorkerReport:
         wrote: live storage has been touched, so the engine can't just go on.
         checks: what the verdict counted, for example `addresses` or `layers`.
         unclaimed: names of the manifest that this worker can't place, with how to say each; refused when no worker can.
+        place: where this worker's weights lie, when it was asked what it is.
     """
 
     rank: int
@@ -262,6 +271,7 @@ class WorkerReport:
     wrote: bool = False
     checks: dict[str, int] = field(default_factory=dict)
     unclaimed: dict[str, str] = field(default_factory=dict)
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,11 @@ from weightsync.demo.cold import ColdEngine
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 KIND = "qwen3"
-EXTRA: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4], "kernel_config": {"enable_flashinfer_autotune": False}}
+EXTRA: dict[str, Any] = {
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "kernel_config": {"enable_flashinfer_autotune": False},
+    "gpu_memory_utilization": 0.2,  # what has to be free at the start; others may be on this GPU
+}
 COLD_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -45,7 +49,7 @@ def _started(checkpoint: Any, home: Path, *more: str) -> Iterator[Fleet]:
     os.environ.update({"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"})
     flags = [
         "--engine.device=cuda", "--engine.gpus=0.3", f"--engine.extra={json.dumps(EXTRA)}",
-        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", *more,
+        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", "--sync.local=off", *more,
     ]  # fmt: skip
     fleet = Fleet(checkpoint(KIND, 1), home, flags=flags, env={"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"})
     yield fleet.ready(450)

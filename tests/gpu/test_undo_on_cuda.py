@@ -24,7 +24,11 @@ from weightsync.protocol import EngineState
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 KIND = "qwen3"
-EXTRA: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4], "kernel_config": {"enable_flashinfer_autotune": False}}
+EXTRA: dict[str, Any] = {
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "kernel_config": {"enable_flashinfer_autotune": False},
+    "gpu_memory_utilization": 0.2,  # what has to be free at the start; others may be on this GPU
+}
 SAID = "a fault made for a test"
 
 
@@ -38,7 +42,7 @@ def fleet(checkpoint: Any, fault: Path, tmp_path_factory: pytest.TempPathFactory
     os.environ.update({"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"})
     flags = [
         "--engine.device=cuda", "--engine.gpus=0.3", f"--engine.extra={json.dumps(EXTRA)}", "--sync.rollback=host", "--sync.stage=gpu",
-        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400",
+        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", "--sync.local=off",
     ]  # fmt: skip
     env = with_faults(fault) | {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"}
     running = Fleet(checkpoint(KIND, 1), tmp_path_factory.mktemp("undo"), flags=flags, env=env)

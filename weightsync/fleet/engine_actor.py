@@ -68,7 +68,7 @@ class EngineActor:
         self._settled.set()
         self._url = ""
         self._scratch: Scratch | None = None
-        self._workers = 0
+        self._places: list[dict[str, Any] | None] = []  # of its workers
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
@@ -89,13 +89,13 @@ class EngineActor:
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
+        self._places = [answer["place"] for answer in answers]
         await asyncio.to_thread(self._scratch.note)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:
             self._state, self._reason = EngineState.QUARANTINED, error.code
             raise error
         require_ranks(reports, self._settings.engine.workers)
-        self._workers = len(reports)
         if self._settings.sync.rollback == "host":
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
@@ -165,12 +165,12 @@ class EngineActor:
             update_id=self._update_id,
             url=self._url,
             model=self._settings.engine.served_model_name,
-            workers=self._workers,
+            workers=len(self._places),
             vllm_version=vllm_api.installed()[1],
             reason="" if self._state == EngineState.SERVING else self._reason,
             rewinds=self._rewinds,
         )
-        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url)}
+        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
     @answers
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:

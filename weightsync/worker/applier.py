@@ -34,6 +34,8 @@ from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerRe
 from weightsync.storage.adopt import Adoption
 from weightsync.storage.owners import Walk
 from weightsync.storage.pins import places
+from weightsync.transport import digest
+from weightsync.transport.local import place_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
@@ -112,11 +114,12 @@ class Applier:
         """
         if verify_stored and self._stored is None:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
+        digest.prepare(self.device, (spec.dtype for spec in self._base.specs.values()))
         sealed = self._guard.sealed
         unused = self._unused(self._base, tuple(self._base.specs.values()))
         nbytes = sum(spec.nbytes for index, spec in enumerate(self._base.specs.values()) if index not in unused)
-        counts = {"addresses": len(self._seal), "checkpoint_bytes": nbytes}
-        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={**counts, **sealed.counts, **self._lazies.counts})
+        counts = {"addresses": len(self._seal), "checkpoint_bytes": nbytes, **sealed.counts, **self._lazies.counts}
+        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks=counts, place=place_of(self.device))
 
     def contract(self) -> ContractReport:
         """What was sealed, and what became of it since."""

@@ -14,10 +14,6 @@ part lies whole in each; and on a GPU the whole stream does.
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -26,12 +22,10 @@ import torch
 
 from weightsync.errors import MemoryRefused, WeightSyncError
 from weightsync.protocol import Manifest
+from weightsync.transport.memory import give_back, huge_pages
 from weightsync.transport.packing import Bucket, BucketPlan
 from weightsync.worker.loadmap import LoadMap
 
-logger = logging.getLogger(__name__)
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 #: Share of the free memory that staging may take: of the host's, and of a device's that was asked for.
 _SHARE = 0.8
 #: Of a device's, when nobody asked for it: the engine allocates there while it serves.
@@ -113,7 +107,7 @@ class Whole:
         """Tensors that are proved: they stay where they are, or their memory goes."""
         for index in self._unused.intersection(indices):
             start = self._offsets[index]
-            _let_go(self.data, start, start + self._manifest.tensors[index].nbytes)
+            give_back(self.data, start, start + self._manifest.tensors[index].nbytes)
 
     def fail(self, error: WeightSyncError) -> None:
         """Nobody waits."""
@@ -121,17 +115,6 @@ class Whole:
     def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
         """All that has arrived, with where it goes."""
         return Staged(self._manifest, self._offsets, self.data, load_map, frozenset(skipped), self._unused)
-
-
-def _let_go(data: torch.Tensor, start: int, end: int) -> None:
-    """Give whole pages of host memory back to the system; what is read there afterwards is zeros."""
-    if data.device.type != "cpu":
-        return
-    first = data.data_ptr()
-    low = -(-(first + start) // mmap.PAGESIZE) * mmap.PAGESIZE
-    high = (first + end) // mmap.PAGESIZE * mmap.PAGESIZE
-    if low < high and _LIBC.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED):
-        logger.warning("%d bytes that are not needed stay in memory: %s", high - low, os.strerror(ctypes.get_errno()))
 
 
 def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], index: int) -> torch.Tensor:
@@ -158,13 +141,13 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
         MemoryRefused: it would not fit, or a bucket would not fit on the device where buckets land.
     """
     on_device = _on_device(plan.stream_bytes, stage, device)
-    bucket = min(plan.bucket_bytes, plan.stream_bytes)
+    two_buckets = min(2 * plan.bucket_bytes, plan.stream_bytes)  # one is moved while the next arrives
     if landing.type == "cuda" and not on_device:
-        require_room(bucket, landing, "a bucket takes", "Send smaller buckets (bucket_bytes)")
+        require_room(two_buckets, landing, "two buckets take", "Send smaller buckets (bucket_bytes)")
     where = device if on_device else torch.device("cpu")
-    kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + bucket)
+    kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets)
     require_room(kept, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
-    return torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
+    return huge_pages(torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where))
 
 
 def require_room(nbytes: int, where: torch.device, what: str, hint: str) -> None:
