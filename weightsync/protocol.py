@@ -257,8 +257,8 @@ class WorkerReport:
         error: `WeightSyncError.to_dict()` when `state` is `failed`.
         wrote: live storage has been touched, so the engine can't just go on.
         checks: what the verdict counted, for example `addresses` or `layers`.
-        unclaimed: names of the manifest that this worker can't place, with how to say each; refused when no worker can.
         place: where this worker's weights lie, when it was asked what it is.
+        unclaimed: names of the manifest that this worker can't place, with how to say each; refused when no worker can.
     """
 
     rank: int
@@ -270,8 +270,8 @@ class WorkerReport:
     error: dict[str, Any] | None = None
     wrote: bool = False
     checks: dict[str, int] = field(default_factory=dict)
-    unclaimed: dict[str, str] = field(default_factory=dict)
     place: Place | None = None
+    unclaimed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
