@@ -73,7 +73,7 @@ MESSAGES = [
     COMMUNICATOR,
     Admission("update-1", 7, COMMUNICATOR, (0, 1)),
     BeginOrder(REQUEST, COMMUNICATOR, 1, 3, 30.0, "eth0"),
-    WorkerReport(0, "update-1", "failed", 3, 68, {"receive": 0.5}, ERROR, True, {"layers": 2}, PLACE),
+    WorkerReport(0, "update-1", "failed", 3, 68, {"receive": 0.5}, ERROR, True, {"layers": 2}, PLACE, {"x": "x (closest: y)"}),
     WorkerReport(1, "", "none"),
     VERDICT,
     STATUS,

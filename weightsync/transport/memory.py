@@ -1,4 +1,4 @@
-"""Host memory that is soon there, and soon gone: in huge pages, where the system gives them to who asks.
+"""Host memory that is soon there, and soon gone: in huge pages, where the system gives them to who asks; and given back in part.
 
 The first touch of a page costs a fault. In pages of 4 KiB that was five times the cost of the
 copy into them (2 against 11 GB/s in a virtual machine), as often as an update is staged.
@@ -10,37 +10,33 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import mmap
-import os
 from collections.abc import Callable
 
 import torch
 
-logger = logging.getLogger(__name__)
-
 
 def huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Ask that a CPU tensor which nobody has touched comes in huge pages; returns it. A wish: what refuses it is no error."""
-    if tensor.device.type == "cpu":
-        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE
-        if pages > 0:
-            _madvise()(first, pages * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    _advise(tensor, mmap.MADV_HUGEPAGE)
     return tensor
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Give the whole pages of a CPU tensor back to the system; what is read there afterwards is zeros. Any other tensor stays."""
+    """Give the whole pages of a CPU tensor back to the system; what is read there afterwards is zeros. A wish, too."""
+    _advise(tensor, mmap.MADV_DONTNEED)
+
+
+def _advise(tensor: torch.Tensor, advice: int) -> None:
     if tensor.device.type == "cpu":
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE
-        if pages > 0 and _madvise()(first, pages * mmap.PAGESIZE, mmap.MADV_DONTNEED):
-            logger.warning("%d bytes that are not needed stay in memory: %s", tensor.nbytes, os.strerror(ctypes.get_errno()))
+        if pages > 0:
+            _madvise()(first, pages * mmap.PAGESIZE, advice)
 
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int]:
-    call = ctypes.CDLL(None, use_errno=True).madvise
+    call = ctypes.CDLL(None).madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return call

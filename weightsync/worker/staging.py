@@ -14,8 +14,6 @@ part lies whole in each; and on a GPU the whole stream does.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -123,10 +121,7 @@ class Whole:
 
         The addresses stay taken until that one ends, so that nothing else can come to lie there; what they hold is undefined.
         """
-        if self.data.device.type == "cpu" and self.data.numel() > mmap.PAGESIZE:
-            first = -(-self.data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            whole = (self.data.data_ptr() + self.data.numel() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED)  # pinned memory stays: no harm
+        let_go(self.data)
 
     def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
         """All that has arrived, with where it goes."""
