@@ -10,13 +10,14 @@ have not been merged; both are refused with their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from weightsync.errors import ManifestRefused
+from weightsync.errors import ConfigError, ManifestRefused
 from weightsync.protocol import DTYPE_BYTES, Manifest, TensorSpec
 
 #: Anything `sync_weights` takes.
@@ -38,16 +39,22 @@ class Offer:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
 
-def offer(source: Source) -> Offer:
+def offer(source: Source, scope: Sequence[str] | None = None) -> Offer:
     """Read a source.
 
+    Args:
+        scope: patterns of names; only tensors that match one are offered.
+
     Raises:
+        ConfigError: a scope without a pattern, or that is no list.
         ManifestRefused: it is empty, holds something else than dense whole tensors,
             a dtype that can't travel, a name twice, or tensors on several devices.
     """
     pairs = list(_pairs(source))
     if not pairs:
         raise ManifestRefused("the model is empty: it has no tensor to send", hint="Pass a module with parameters, or (name, tensor) pairs")
+    if scope is not None:
+        pairs = _within(pairs, scope)
     specs = []
     for name, tensor in pairs:
         _require_whole(name, tensor)
@@ -77,6 +84,18 @@ def _pairs(source: Source) -> Iterable[tuple[str, torch.Tensor]]:
             if not (isinstance(item, tuple) and len(item) == 2):
                 raise ManifestRefused(f"want (name, tensor) pairs, got {type(item).__name__}", hint=_PAIRS_HINT)
             yield item
+
+
+def _within(pairs: list[tuple[str, torch.Tensor]], scope: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(scope, str) or not scope:
+        raise ConfigError(f"scope: got {scope!r}, want a list of patterns", hint='Such as ["model.layers.0.*"]; leave it out to send all')
+    found = [(name, tensor) for name, tensor in pairs if any(fnmatch.fnmatchcase(str(name), pattern) for pattern in scope)]
+    if not found:
+        raise ManifestRefused(
+            f"scope: none of {len(pairs)} tensors matches {', '.join(map(repr, scope))}",
+            hint=f"Patterns go by names such as {pairs[0][0]!r}",
+        )
+    return found
 
 
 def _require_whole(name: Any, tensor: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from weightsync.client.fleet import FleetCalls
 from weightsync.client.http import Http
 from weightsync.client.published import Published
 from weightsync.client.rollouts import Rollouts
@@ -40,7 +41,7 @@ from weightsync.errors import (
     UpdateFailed,
     WeightSyncError,
 )
-from weightsync.protocol import Admission, EngineStatus, FleetStatus, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.protocol import Admission, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.results import Generation, SyncReport
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
@@ -51,7 +52,7 @@ _WATCH_SECONDS = 0.5
 _WITHDRAW_SECONDS = 5.0
 
 
-class WeightSync:
+class WeightSync(FleetCalls):
     """A trainer's connection to one service. Thread safe; one update at a time.
 
     Args:
@@ -74,7 +75,7 @@ class WeightSync:
         interface: str = "",
         allow_nonfinite: bool = False,
     ) -> None:
-        self._http = Http(url, token)
+        super().__init__(Http(url, token))
         self._rollouts = Rollouts(self._http, self.engines)
         self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
         self._allow_nonfinite = allow_nonfinite
@@ -108,6 +109,8 @@ class WeightSync:
         progress: Progress | None = None,
         allow_nonfinite: bool | None = None,
         rewind: bool = False,
+        scope: Sequence[str] | None = None,
+        base_version: int | None = None,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -119,6 +122,9 @@ class WeightSync:
             progress: called with (bytes sent, bytes in all) behind each bucket.
             allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
             rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
+            scope: patterns (`model.layers.0.*`) of names: these tensors of `source` alone are sent, all of a layer or none, and
+                the rest stays as it is in engines that hold the fleet's version; others need a complete update.
+            base_version: the version that an update with a scope builds on; the fleet's when None, and refused if that is another.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -127,7 +133,14 @@ class WeightSync:
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
         published = self.publish(
-            source, version, timeout_seconds=timeout_seconds, progress=progress, allow_nonfinite=allow_nonfinite, rewind=rewind
+            source,
+            version,
+            timeout_seconds=timeout_seconds,
+            progress=progress,
+            allow_nonfinite=allow_nonfinite,
+            rewind=rewind,
+            scope=scope,
+            base_version=base_version,
         )
         return self.commit(published)
 
@@ -140,6 +153,8 @@ class WeightSync:
         progress: Progress | None = None,
         allow_nonfinite: bool | None = None,
         rewind: bool = False,
+        scope: Sequence[str] | None = None,
+        base_version: int | None = None,
     ) -> Published:
         """Have an update admitted and start sending it; returns at once. Arguments as in `sync_weights`.
 
@@ -147,13 +162,14 @@ class WeightSync:
             Refused, ServiceUnreachable, AuthError, DeadlineExceeded: nothing was changed.
         """
         began = time.monotonic()
-        offered = offer(source)
+        offered = offer(source, scope)
         with self._lock:
             if self._published is not None and not self._published._done.is_set():
                 raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
             timeout = self._timeout if timeout_seconds is None else timeout_seconds
             allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
-            request, plan = self._request(offered, version, timeout, allow, rewind)
+            about = {"rewind": rewind, "scope": tuple(scope or ()), "base_version": base_version}
+            request, plan = self._request(offered, version, timeout, allow, **about)
             seconds = min(4 * _CONTROL_SECONDS, request.timeout_seconds + _CONTROL_SECONDS)
             try:
                 answer = self._http.post("/v1/updates", encode(request), seconds)
@@ -191,7 +207,7 @@ class WeightSync:
         return self._report(published, decode(UpdateStatus, data))
 
     def _request(
-        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, rewind: bool = False
+        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, **about: Any
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
@@ -210,7 +226,7 @@ class WeightSync:
                 torch_version=torch.__version__,
                 nccl_version=nccl,
                 allow_nonfinite=allow_nonfinite,
-                rewind=rewind,
+                **about,
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
@@ -348,14 +364,6 @@ class WeightSync:
             **({} if seed is None else {"seed": seed}),
         }
         return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine)
-
-    def status(self) -> FleetStatus:
-        """The fleet in one look."""
-        return decode(FleetStatus, self._http.get("/v1/status", _CONTROL_SECONDS))
-
-    def engines(self) -> tuple[EngineStatus, ...]:
-        """Every engine: address, version, state."""
-        return self.status().engines
 
 
 def _failure(status: UpdateStatus) -> WeightSyncError:

@@ -64,6 +64,7 @@ class LoadMap:
         aliases: paths of parameters that have another path too.
         names: what the trainer calls them, to the engine's names, where the two differ.
         copies: for each source tensor, those of its writes that copied elements as they are.
+        part: it is of a scope: only layers that it fills are loaded.
     """
 
     specs: dict[str, TensorSpec]
@@ -73,6 +74,7 @@ class LoadMap:
     aliases: frozenset[str] = frozenset()
     names: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
+    part: bool = False
 
     def __post_init__(self) -> None:
         self._filled: dict[str, int] | None = None
@@ -85,6 +87,11 @@ class LoadMap:
         """Dtype of what each tensor is loaded into, by the trainer's name."""
         raw = {name: raw for raw, name in self.names.items()}
         return {raw.get(name, name): dtype for name, dtype in self.dtypes.items()}
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Paths of the layers that have parameters which are filled."""
+        return frozenset(path.rpartition(".")[0] for path in self.filled())
 
     def filled(self) -> dict[str, int]:
         """Elements of each parameter that are filled, by its path in the model."""
