@@ -44,18 +44,20 @@ class Scope:
                 raise ManifestRefused(
                     f"scope: {pattern!r} matches no tensor of the engine's checkpoint, such as {_first(base.specs)!r}", hint=_HINT
                 )
-            if alone and not any(name in base.writes for name in found):
-                tied = [f"{head!r} is the embedding: name that" for head in found if heads.get(head)]
-                why = "; ".join(tied) or f"the model's loaders pass over {found[0]!r}"
-                raise ManifestRefused(f"scope: of what {pattern!r} matches nothing is loaded ({why})", names=found, hint=_HINT)
+            if alone and not any(name in base.writes or heads.get(name) for name in found):
+                raise ManifestRefused(
+                    f"scope: of what {pattern!r} matches nothing is loaded (the model's loaders pass over {found[0]!r})",
+                    names=found,
+                    hint=_HINT,
+                )
             names.update(found)
         self.names = frozenset(names)
         for head, sources in heads.items():
             shared = [source for source in sources if any(place[0] in base.aliases for place in base.writes[source])]
-            together = [head, *shared]
-            if shared and 0 < len(self.names.intersection(together)) < len(together):
+            together = [head, *(shared or sources)]
+            if 0 < len(self.names.intersection(together)) < len(together):
                 raise ManifestRefused(
-                    f"scope: {head!r} is the embedding ({', '.join(shared)}), and the scope has one of the two",
+                    f"scope: {head!r} is the embedding ({', '.join(together[1:])}), and the scope has one of the two",
                     names=together,
                     hint="Name both, or neither",
                 )
