@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from tests.fleets import ENGINE_ARGS
 from tests.peers import Peer
 from weightsync.check.engine import OURS
 from weightsync.check.environment import ENGINE_ENV
+from weightsync.worker.stored import registered
 
 pytestmark = pytest.mark.engine
 
@@ -40,6 +41,7 @@ KINDS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 }
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mla",)]
 SECONDS = 200.0
+PROCESS = "process_weights_after_loading"
 
 
 def mixed(folder: Path, base: Path, other: Path, scope: tuple[str, ...]) -> Path:
@@ -75,33 +77,36 @@ def watched(model: Any, prepared: set[str], processed: set[str]) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         note = lambda layer, info: prepared.add(paths[layer]) or restore(layer, info)  # type: ignore[func-returns-value]  # noqa: E731
         stack.enter_context(patch.object(layerwise, "restore_layer_on_meta", note))
-        methods = {id(method): method for layer in paths if (method := getattr(layer, "quant_method", None)) is not None}
-        for method in methods.values():
-            name = "process_weights_after_loading"
-            stack.enter_context(patch.object(method, name, noting(getattr(method, name), None)))
-        for layer, path in paths.items():
-            if callable(getattr(layer, "process_weights_after_loading", None)):
-                stock = layer.process_weights_after_loading
-                vars(layer)["process_weights_after_loading"] = noting(stock, path)
-                stack.callback(vars(layer).pop, "process_weights_after_loading")
+        # Some methods are modules too; each is asked to process a layer.
+        both = [*paths.items(), *((getattr(layer, "quant_method", None), None) for layer in paths)]
+        owners = {id(owner): (owner, path) for owner, path in both if callable(getattr(owner, PROCESS, None))}
+        for owner, at in owners.values():
+            vars(owner)[PROCESS] = noting(getattr(owner, PROCESS), at)
+            stack.callback(vars(owner).pop, PROCESS)
         yield
 
 
-def partial(state: dict[str, Any], weights: str, scope: tuple[str, ...], fault: str, way: Way) -> dict[str, Any]:
-    """One update of a scope; which layers were taken apart and processed, and what changed outside of the layers that it fills."""
+def partial(
+    state: dict[str, Any], weights: str, scope: tuple[str, ...], fault: str, way: Way, derived: Collection[str] = ()
+) -> dict[str, Any]:
+    """One update of a scope; which layers were taken apart and processed, and what changed outside of the layers that it fills.
+
+    Args:
+        derived: layers outside of it that derive from those.
+    """
     bench, prepared, processed = state["bench"], set[str](), set[str]()
     before = faulty.look(state)
     with watched(state["model"], prepared, processed):
         report = bench.update(within(state["tensors"][weights], scope), faulty.FAULTS[fault], way)
     after = faulty.look(state)
     layers = bench.applier._map.layers
-
-    def outside(path: str) -> bool:
-        return not any(path.removeprefix("model.").startswith(layer) or path.startswith(layer) for layer in layers)
-
-    changed = [
-        path for part in ("registered", "owned") for path in before[part] if outside(path) and before[part][path] != after[part].get(path)
-    ]
+    follow = tuple(f"model.{layer}." for layer in {*layers, *derived})
+    tensors = registered(state["model"])
+    # A parameter may have several paths: an embedding that is the head, a norm that attention refers to.
+    filled = {tensor.data_ptr() for path, tensor in tensors.items() if path.rpartition(".")[0] in layers}
+    outside = [path for path, tensor in tensors.items() if tensor.data_ptr() not in filled]
+    changed = [path for path in outside if before["registered"][path] != after["registered"][path]]
+    changed += [path for path in before["owned"] if not path.startswith(follow) and before["owned"][path] != after["owned"].get(path)]
     return {**report, "layers": layers, "prepared": prepared, "processed": processed, "changed": changed, "after": after}
 
 
@@ -136,7 +141,7 @@ def test_a_scope_follows_to_the_bit_and_nothing_outside_of_it_is_touched(kind: s
         assert cold["a"]["outputs"] != cold["b"]["outputs"]
         for way in (Way(scope=scope, retain=True, compared=True), Way(scope=scope, stage="none", tries=1)):
             for weights, name in (("b", "b"), ("a", "a")):
-                done = peer.call(partial, weights, scope, "none", way, seconds=SECONDS)
+                done = peer.call(partial, weights, scope, "none", way, derived, seconds=SECONDS)
                 assert done["state"] == "verified", done["error"]
                 assert done["changed"] == [], "outside of the scope"
                 assert {path.replace(".base_layer", "") for path in done["prepared"]} <= done["layers"] | derived
