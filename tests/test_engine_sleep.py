@@ -55,11 +55,13 @@ class Sleeper(Core):
     async def wake_weights(self) -> None:
         self._note("weights")
         for worker in self.workers:
-            worker.memory.wake()
+            worker.memory.gone = False
 
     async def wake_rest(self) -> None:
         self._note("rest")
         self.running = True
+        for worker in self.workers:
+            worker.memory.wake()
 
     async def end_requests(self) -> None:
         self.done.append("requests ended")

@@ -501,6 +501,7 @@ def test_what_a_scope_lacks_or_has_too_much_is_named(engine: Any) -> None:
     assert (said.message, said.names) == (f"1 missing: {norm}", (norm,))
     said = target.refused({**shapes, "module.model.norm.weight": (HIDDEN,)}, scope=scope)
     assert said.message == "1 outside of the scope: module.model.norm.weight (read as model.norm.weight)"
+    assert f"{len(target.shapes) - 11} outside of the scope: " in target.refused(target.shapes, scope=scope).message
     said = target.refused({**shapes, "model.layers.1.extra.weight": (HIDDEN,)}, scope=scope)
     assert "unknown: model.layers.1.extra.weight" in said.message
 

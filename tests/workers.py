@@ -89,9 +89,12 @@ class SleepMemory:
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self.gone = False
+        self.gone = self.kv_gone = False
 
     def asleep(self) -> bool:
+        return self.gone or self.kv_gone
+
+    def weights_asleep(self) -> bool:
         return self.gone
 
     def blocks(self) -> list[Span]:
@@ -107,12 +110,12 @@ class SleepMemory:
         self.tensors |= {tensor.untyped_storage().data_ptr(): tensor.data for tensor in tensors}
 
     def sleep(self, level: int) -> None:
-        self.gone = True
+        self.gone = self.kv_gone = True
         for tensor in self.tensors.values() if level > 1 else ():
             tensor.fill_(-77)
 
     def wake(self) -> None:
-        self.gone = False
+        self.gone = self.kv_gone = False
 
 
 class Received:

@@ -1,6 +1,6 @@
 """Gives engines on a CPU a sleep mode, where a test has put this folder on the path: Python imports it in every process.
 
-A worker's tensors stand for the memory that vLLM gives back: `SLEEP_FOLDER/asleep` says whether it is gone, and a deep
+A worker's tensors stand for the memory that vLLM gives back: files in SLEEP_FOLDER say which part is gone (`weights`, `kv`), and a deep
 sleep leaves all of them with every bit set, but for the KV cache. What `weightsync` does
 about it is its own.
 
@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 
-def asleep() -> Path:
-    return Path(os.environ["SLEEP_FOLDER"]) / "asleep"
+def gone(part: str) -> Path:
+    return Path(os.environ["SLEEP_FOLDER"]) / part
 
 
 def give_workers(module: Any) -> None:
@@ -45,7 +45,10 @@ def give_workers(module: Any) -> None:
             self._applier = applier
 
         def asleep(self) -> bool:
-            return asleep().exists()
+            return gone("weights").exists() or gone("kv").exists()
+
+        def weights_asleep(self) -> bool:
+            return gone("weights").exists()
 
         def blocks(self) -> list[Span]:
             return [Span(at, data.nbytes, data.nbytes, (3, 0), 0, True) for at, data in storages(self._applier.model).items()]
@@ -72,13 +75,18 @@ def give_engines(module: Any) -> None:
 
     async def sleep(self: Any, level: int) -> None:
         await self.end_requests()
-        asleep().touch()
+        gone("weights").touch()
+        gone("kv").touch()
 
     async def wake_weights(self: Any) -> None:
-        asleep().unlink()
+        gone("weights").unlink()
+
+    async def wake_rest(self: Any) -> None:
+        gone("kv").unlink()
+        await self.resume()
 
     engine = module.Engine
-    engine.check_sleep, engine.sleep, engine.wake_weights, engine.wake_rest = lambda self: None, sleep, wake_weights, engine.resume
+    engine.check_sleep, engine.sleep, engine.wake_weights, engine.wake_rest = lambda self: None, sleep, wake_weights, wake_rest
 
 
 TARGETS: dict[str, Callable[[ModuleType], None]] = {"weightsync.worker.applier": give_workers, "weightsync.fleet.vllm_api": give_engines}

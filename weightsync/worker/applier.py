@@ -191,6 +191,7 @@ class Applier:
         began = time.monotonic()
         if self._state == "staged":
             self._held.require_base(receiver.order)
+            self._sleep.require_awake()
             self._checks |= self._sleep.restore()
         if self._guard.outdated and not self._wrote:
             # Somebody captured since the seal, and what was captured is still where it was.

@@ -30,6 +30,9 @@ class Memory(Protocol):
     def asleep(self) -> bool:
         """Whether any of it is gone now."""
 
+    def weights_asleep(self) -> bool:
+        """Whether any is gone of the part that level 2 drops; it wakes before the KV cache."""
+
     def blocks(self) -> Iterable[Span]:
         """What is handed out in the part that level 2 drops."""
 
@@ -96,9 +99,10 @@ class Sleep:
             VerdictNotOk: it does not read back as it was written.
             Refused: still asleep.
         """
-        self.require_awake()
         if not self._saved:
             return {}
+        if self._memory.weights_asleep():
+            raise Refused("the memory of this engine's weights has not come back", hint="Wake it first")
         there = {span.address: span for span in self._memory.blocks()}
         wrong, count = [], 0
         for address, (span, copy) in self._saved.items():

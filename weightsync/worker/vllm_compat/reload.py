@@ -135,7 +135,7 @@ class Reload:
         part = set(self._part.modules())
         before = {path: layerwise.get_layerwise_info(layer) for path, layer in named.items()}
         unloaded = {path for path, info in before.items() if named[path] not in part or (info.can_load() and info.load_numel == 0)}
-        layerwise.finalize_layerwise_reload(self._part, self._config.model_config)
+        layerwise.finalize_layerwise_reload(self._model, self._config.model_config)
         for buffer, view in self._loaded:
             buffer.data.copy_(view)
         self.counts["buffers_recomputed"] += len(self._loaded)

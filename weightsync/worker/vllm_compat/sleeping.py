@@ -28,6 +28,9 @@ class SleepMemory:
     def asleep(self) -> bool:
         return any(data.is_asleep for data in self._allocations)
 
+    def weights_asleep(self) -> bool:
+        return any(data.is_asleep for data in self._allocations if data.tag == _DROPPED)
+
     def blocks(self) -> list[Span]:
         gc.collect()  # what is garbage now goes with the sleep, and its memory with it
         dropped = [(data.handle[2], data.handle[2] + data.handle[1]) for data in self._allocations if data.tag == _DROPPED]
