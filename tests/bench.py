@@ -221,7 +221,7 @@ class Bench:
             yield
 
     def left_behind(self, closing: bool, kept: int, seconds: float = 3.0) -> dict[str, Any]:
-        """What updates have left: receiving threads, memory of staged bytes, and how many threads and files the process has.
+        """What updates have left: threads of either side, memory of staged bytes, and how many threads and files the process has.
 
         Args:
             closing: also communicators that are being left. A trainer that was told to stop in the middle of a bucket
@@ -229,7 +229,7 @@ class Bench:
             kept: of how many updates the bytes are kept.
             seconds: how long what is there may still take to go.
         """
-        kinds = ("weightsync-receive", "weightsync-close") if closing else ("weightsync-receive",)
+        kinds = ("weightsync-receive", "weightsync-check", "weightsync-pack", *(("weightsync-close",) if closing else ()))
         until = time.monotonic() + seconds
         while True:
             threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(kinds))

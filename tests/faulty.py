@@ -66,6 +66,7 @@ class Short:
 
     def __init__(self, wire: Communicator, leaves: bool) -> None:
         self._wire, self.device, self._leaves, self._count = wire, wire.device, leaves, 0
+        self.buffers = wire.buffers
 
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
         self._count += tensor.dtype == torch.uint8

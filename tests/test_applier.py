@@ -135,7 +135,7 @@ def test_what_is_not_staged_goes_by_when_loading_failed_until_the_next_update(th
 def test_a_communicator_is_kept_behind_an_update_that_went_well_and_behind_no_other(ends: str) -> None:
     """The trainer keeps its end too: a worker that left would wait for it in vain."""
     worker, closed = Worker(retain=False), list[str]()
-    worker.applier._joining._communicator = SimpleNamespace(close=lambda: closed.append("closed"))  # type: ignore[assignment]
+    worker.applier._joining._channel = SimpleNamespace(close=lambda: closed.append("closed"))  # type: ignore[assignment]
     if ends == "verified":
         worker.update(weights(1))
     elif ends == "failed":

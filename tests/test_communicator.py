@@ -353,17 +353,17 @@ def test_nccl_without_a_gpu_is_a_configuration_error(meet: Meet) -> None:
 
 def test_each_worker_has_a_rank_of_its_own_behind_the_trainer() -> None:
     workers = {1: 4, 0: 4}
-    first, world_size = rendezvous.ranks(workers)
+    first, world_size = rendezvous.ranks(workers, {})
     assert world_size == 9
     assert sorted(first[engine] + i for engine, count in workers.items() for i in range(count)) == list(range(1, 9))
     assert first == {0: 1, 1: 5}
 
 
 def test_ranks_do_not_depend_on_the_order_of_the_engines() -> None:
-    assert rendezvous.ranks({7: 2, 3: 1, 5: 3}) == rendezvous.ranks({3: 1, 5: 3, 7: 2}) == ({3: 1, 5: 2, 7: 5}, 7)
+    assert rendezvous.ranks({7: 2, 3: 1, 5: 3}, {}) == rendezvous.ranks({3: 1, 5: 3, 7: 2}, {}) == ({3: 1, 5: 2, 7: 5}, 7)
 
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_an_engine_without_workers_has_no_rank(count: int) -> None:
     with pytest.raises(ValueError, match="engine 1"):
-        rendezvous.ranks({0: 1, 1: count})
+        rendezvous.ranks({0: 1, 1: count}, {})

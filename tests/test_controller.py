@@ -6,7 +6,7 @@ Not covered: engines that die, and what engines do (`test_faults.py`, `test_engi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from weightsync import config
 from weightsync.codec import encode
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import BeginOrder, EngineVerdict
+from weightsync.protocol import BeginOrder, EngineVerdict, Place
 
 
 class Roster:
@@ -24,13 +24,14 @@ class Roster:
     def __init__(self, controller: Controller) -> None:
         self._ledger, self.begun, self.gate = controller._ledger, dict[int, str](), asyncio.Event()
         self.gate.set()
+        self.place: Place | None = None  # of every worker
 
     async def refresh(self) -> None:
         for ordinal in range(2):
             self._ledger.see(engine(ordinal))
 
-    def incarnation(self, ordinal: int) -> str:
-        return f"{ordinal}-first"
+    def members(self, ordinals: Iterable[int]) -> tuple[dict[int, str], dict[int, tuple[Place | None, ...]]]:
+        return {ordinal: f"{ordinal}-first" for ordinal in ordinals}, {ordinal: (self.place,) for ordinal in ordinals}
 
     async def begin(self, order: BeginOrder) -> None:
         await self.gate.wait()
@@ -76,6 +77,17 @@ def test_an_update_that_is_aborted_while_it_is_admitted_leaves_nothing_in_engine
         assert (await controller.abort("u1", "the trainer has gone"))["value"]["state"] == "aborted"
         roster.gate.set()  # an engine that began only now, behind the abort
         assert (await admission)["error"]["code"] == "aborted"
+        assert roster.begun == {}
+        assert "value" in await controller.begin(begin("u2"))
+
+    drive(tmp_path, scenario)
+
+
+def test_two_ranks_on_one_gpu_are_refused_and_nothing_has_begun(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        roster.place = Place("boot/1", "GPU-0")
+        refused = await controller.begin(begin() | {"transport": "nccl"})
+        assert refused["error"]["code"] == "refused" and "engine 0 and worker 0 of engine 1 are on one GPU" in refused["error"]["message"]
         assert roster.begun == {}
         assert "value" in await controller.begin(begin("u2"))
 

@@ -25,6 +25,7 @@ from tests.checkpoints import KINDS, build
 from weightsync.client.quantize import from_int8_channel, int8_channel
 from weightsync.demo import MODELS, formats, grpo, processes, summary, task
 from weightsync.demo.checkpoint import WEIGHTS_FILE, build_checkpoint, checkpoint_tensors, save_like
+from weightsync.demo.place import divide
 from weightsync.demo.view import View, draw
 
 # --- task ----------------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ def line(step: int, reward: float | None) -> dict[str, Any]:
         "seconds": {"sync": 0.05} | ({} if reward is None else {"rollout": 0.5, "train": 0.4}),
         "sync_seconds": {"receive": 0.02, "apply": 0.03, "total": 0.05},
         "pause_seconds": 0.031,
+        "stored_tensors": 0,
     }
 
 
@@ -248,12 +250,13 @@ FLEET = {"version": 11, "max_tokens": 2, "prompts": [[1], [2]], "engines": [{"en
 
 
 def test_summary_of_a_good_run() -> None:
-    result = summary.summarise(LINES, FLEET, COLD, steps=10)
+    result = summary.summarise(LINES, FLEET, [COLD], steps=10)
     assert result["ok"] and result["cold_equal"]
     assert (result["engines"], result["steps"], len(result["reward"]), len(result["updates"])) == (2, 10, 10, 11)
     assert result["gain"] == pytest.approx(0.25)
     assert result["max_logprob_gap"] == pytest.approx(0.1)
-    assert result["updates"][0] == {"version": 1, "bytes": 5_000_000, "seconds": LINES[0]["sync_seconds"], "pause_seconds": 0.031}
+    seconds = LINES[0]["sync_seconds"]
+    assert result["updates"][0] == {"version": 1, "bytes": 5_000_000, "seconds": seconds, "pause_seconds": 0.031, "stored_tensors": 0}
     json.dumps(result)
 
 
@@ -267,17 +270,45 @@ def test_summary_of_a_good_run() -> None:
 )
 def test_one_engine_that_differs_in_one_bit_fails_the_run(change: dict[str, Any], said: str) -> None:
     fleet = FLEET | {"engines": [FLEET["engines"][0], FLEET["engines"][1] | change]}  # type: ignore[index]
-    result = summary.summarise(LINES, fleet, COLD, steps=10)
+    result = summary.summarise(LINES, fleet, [COLD], steps=10)
     assert not result["ok"] and not result["cold_equal"]
     assert result["differences"] == [said]
 
 
+def _off(by: float) -> dict[str, Any]:
+    return COLD | {"logprobs": [[-0.5, -0.25 + by], [-1.0, -2.0]]}
+
+
+@pytest.mark.parametrize(("colds", "by", "equal"), [((0.0, 0.01), 0.02, True), ((0.0, 0.01), 0.03, False), ((0.0, 0.0), 1e-9, False)])
+def test_engines_may_differ_from_cold_ones_as_far_as_these_do_among_themselves(colds: tuple[float, ...], by: float, equal: bool) -> None:
+    fleet = FLEET | {"engines": [{"engine": 0, "version": 11, **_off(by)}]}
+    cold = [_off(distance) for distance in colds]
+    assert summary.spread(cold) == pytest.approx(max(colds))
+    assert summary.summarise(LINES, fleet, cold, steps=10)["cold_equal"] == equal
+    other = fleet | {"engines": [{"engine": 0, "version": 11, **COLD, "tokens": [[1, 9], [3, 4]]}]}
+    assert summary.differences(other, cold) == ["engine 0, prompt 0: other tokens"]
+
+
+def test_what_cold_engines_say_behind_their_first_difference_is_no_spread() -> None:
+    other = {"tokens": [[7, 2], [3, 4]], "logprobs": [[-9.0, -8.0], [-1.0, -2.0]]}
+    assert summary.spread([COLD, other]) == 0
+
+
+def test_gpus_are_divided_between_engines_and_trainer() -> None:
+    assert divide(2, 0).device == "cpu" and divide(2, 0).flags["engine.device"] == "cpu" and divide(2, 0).cold_args["enforce_eager"]
+    shared = [(divide(engines, gpus).gpus, divide(engines, gpus).trainer) for engines, gpus in ((2, 1), (3, 2), (3, 1), (2, 2), (2, 8))]
+    assert shared == [(0.5, "cuda:0"), (0.5, "cuda:0"), (0.33, "cuda:0"), (1.0, "cuda:0"), (1.0, "cuda:7")]
+    place = divide(1, 1)
+    assert not place.cold_args["enforce_eager"] and place.flags["sync.verify_stored"] == "true"
+    assert json.loads(place.flags["engine.extra"]).items() <= place.cold_args.items(), "both kinds of engine are started alike"
+
+
 def test_a_run_that_did_not_learn_fails_from_ten_steps_on() -> None:
     flat = [line(0, None), *(line(step, 0.25) for step in range(1, 11))]
-    assert not summary.summarise(flat, FLEET, COLD, steps=10)["ok"]
-    assert summary.summarise(flat[:4], FLEET, COLD, steps=3)["ok"]
-    assert not summary.summarise(flat[:3], FLEET, COLD, steps=3)["ok"]  # a step is missing
-    assert not summary.summarise(flat[:4], FLEET | {"engines": []}, COLD, steps=3)["ok"]
+    assert not summary.summarise(flat, FLEET, [COLD], steps=10)["ok"]
+    assert summary.summarise(flat[:4], FLEET, [COLD], steps=3)["ok"]
+    assert not summary.summarise(flat[:3], FLEET, [COLD], steps=3)["ok"]  # a step is missing
+    assert not summary.summarise(flat[:4], FLEET | {"engines": []}, [COLD], steps=3)["ok"]
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from weightsync.protocol import DTYPE_BYTES
 from weightsync.transport import digest
 from weightsync.transport.digest import BLOCK, digest_bytes, digest_tensor
+from weightsync.transport.finite import Peak
 
 U64 = st.integers(0, 2**64 - 1)
 
@@ -196,12 +199,12 @@ def test_the_coefficients_are_those_of_protocol_version_1() -> None:
 # --- who watches, and where it is summed --------------------------------------------------------
 
 
-@pytest.fixture(params=["a CPU's way", "a GPU's way"])
+@pytest.fixture(params=["a CPU's way", "a GPU's operations"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to sum, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
-    if request.param == "a GPU's way":
-        monkeypatch.setattr(digest, "_Dots", lambda: digest._Products(torch.device("cpu")))
-        monkeypatch.setattr(digest._Products, "blocks", 2)
+    """Both ways to sum by operations, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
+    if request.param == "a GPU's operations":
+        products = functools.partial(digest._by_operations, digest._products, 2)
+        monkeypatch.setattr(digest, "_adder", lambda device: products)
 
 
 @pytest.mark.usefixtures("way")
@@ -221,21 +224,96 @@ def test_both_ways_to_sum_give_the_digest_of_the_definition(offset: int, length:
     assert digest_bytes(data, offset) == tuple(want)
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_watcher_sees_every_word_once_and_may_write_into_the_scratch(shift: int) -> None:
-    data = random_bytes(8 * (5 * BLOCK + 9) + 3 + shift, seed=8)[shift:]
-    seen = []
+class Watch(Peak):
+    """Keeps the words that it is shown and spoils the scratch."""
 
-    def watch(words: torch.Tensor, scratch: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        super().__init__("float64")
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, words: torch.Tensor, scratch: torch.Tensor) -> None:
         assert scratch.shape == words.shape
-        seen.append(words.clone())
+        self.seen.append(words.clone())
         scratch.fill_(-1)
 
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_peak_sees_every_word_once_and_may_write_into_the_scratch(shift: int) -> None:
+    data = random_bytes(8 * (5 * BLOCK + 9) + 3 + shift, seed=8)[shift:]
+    watch = Watch()
     assert digest_bytes(data, 8 * 77, watch) == digest_bytes(data, 8 * 77)
-    got = torch.cat(seen).view(torch.uint8)
+    got = torch.cat(watch.seen).view(torch.uint8)
     assert torch.equal(got[: len(data)], data)
     assert not got[len(data) :].any() and len(got) - len(data) < 8
+
+
+def test_a_batch_has_the_digests_and_peaks_of_its_runs_in_their_order() -> None:
+    good, bad = torch.ones(3000), torch.tensor([1.0, float("inf")])
+    peaks = [Peak("float32"), None, Peak("float32"), Peak("float32")]
+    runs = [(good, 0), (bad, 8), (bad, 16), (torch.empty(0), 0)]
+    batch = digest.Batch(4, torch.device("cpu"))
+    for (tensor, offset), peak in zip(runs, peaks, strict=True):
+        batch.add(digest.as_bytes(tensor), offset, peak)
+    assert batch.results() == [digest_bytes(digest.as_bytes(tensor), offset) for tensor, offset in runs]
+    assert [peak and peak.refused for peak in peaks] == [False, None, True, False]
+    assert digest.Batch(2, torch.device("cpu")).results() == []
+
+
+def test_bytes_on_another_device_than_the_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch is on cpu, the bytes are on meta"):
+        digest.Batch(1, torch.device("cpu")).add(torch.empty(8, dtype=torch.uint8, device="meta"))
+
+
+class Kernel:
+    """Stands in for the module with the fused kernel; `wrong` makes its sums so."""
+
+    def __init__(self, wrong: int = 0) -> None:
+        self.wrong = wrong
+        self.formats: list[tuple[int, int]] = []
+
+    def add(self, data: torch.Tensor, first: int, block: int, out: torch.Tensor, bits: int, sign: int) -> None:
+        assert block == BLOCK
+        self.formats.append((bits, sign))
+        digest._by_operations(digest._dots, 1, data.cpu(), first, out, None)
+        out[0] += self.wrong
+        out[2] = 0x7F80
+
+
+def provide(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "weightsync.transport.fused", kernel)
+    monkeypatch.delattr("weightsync.transport.fused", raising=False)
+
+
+@pytest.mark.parametrize(("kernel", "said"), [(None, "ModuleNotFoundError"), (Kernel(), "meta")], ids=["is missing", "fails"])
+def test_where_the_kernel_does_not_run_one_line_says_why_and_operations_do_it(
+    kernel: object, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    provide(kernel, monkeypatch)
+    adder = digest._adder.__wrapped__(torch.device("meta"))
+    assert adder.args[0] is digest._products
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_kernel_whose_sums_are_not_a_cpus_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(Kernel(), monkeypatch)
+    digest._prove_kernel(torch.device("cpu"))
+    provide(Kernel(wrong=1), monkeypatch)
+    with pytest.raises(ArithmeticError, match="not those of a CPU"):
+        digest._prove_kernel(torch.device("cpu"))
+
+
+def test_a_kernel_gets_what_each_peak_looks_for_and_tells_it_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, want = Kernel(), digest_bytes(LONG[:24])
+    provide(kernel, monkeypatch)
+    monkeypatch.setattr(digest, "_adder", lambda device: digest._by_kernel)
+    peaks = [Peak("bfloat16"), None, Peak("float32"), Peak("float8_e8m0fnu"), Peak("bfloat16")]
+    batch = digest.Batch(5, torch.device("cpu"))
+    for peak, count in zip(peaks, (24, 24, 24, 24, 0), strict=True):
+        batch.add(LONG[:count], 0, peak)
+    assert batch.results() == [want] * 4 + [digest.ZERO]
+    assert kernel.formats == [(16, 1), (0, 0), (32, 1), (8, 0)]
+    assert [peak and peak.refused for peak in peaks] == [True, None, False, True, False]
 
 
 # --- bad input, and the forms it travels in ----------------------------------------------------
@@ -247,6 +325,12 @@ def test_a_watcher_sees_every_word_once_and_may_write_into_the_scratch(shift: in
 def test_anything_but_a_run_of_bytes_is_refused(data: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="contiguous uint8"):
         digest_bytes(data)
+
+
+def test_a_single_element_with_any_stride_has_its_bytes() -> None:
+    column = torch.arange(2).reshape(1, 2)[:, 1]
+    assert column.is_contiguous() and column.stride() == (2,)
+    assert digest.as_bytes(column).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("offset", [1, 4, 7, 12])

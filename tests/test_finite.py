@@ -91,6 +91,21 @@ def test_one_bad_value_is_found_wherever_it_stands(value: float, length: int) ->
         tensor[at] = -3.0
 
 
+@pytest.mark.parametrize("target", ["", "float16"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_it_is_told_counts_as_what_it_sees(dtype: str, target: str) -> None:
+    tensor = torch.tensor([1.0, NAN, 0.5]).to(getattr(torch, dtype))
+    told, seen = finite.Peak(dtype, target), finite.Peak(dtype, target)
+    assert told.bits == 8 * DTYPE_BYTES[dtype]
+    assert told.sign_bits == (dtype != "float8_e8m0fnu")
+    for number in tensor:
+        bits = int(number.view(INTEGERS[DTYPE_BYTES[dtype]])) % (1 << told.bits - told.sign_bits)
+        told.saw(bits)
+        digest.digest_tensor(number, seen)
+        assert told.refused == seen.refused == (not is_finite(number) or seen.refused)
+    assert told.refused
+
+
 def test_it_is_found_in_a_slice_among_slices() -> None:
     data = torch.ones(4096, dtype=torch.float32)
     data[3000] = NAN

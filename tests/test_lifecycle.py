@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,15 @@ KIND = "qwen3"
 
 def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def _sockets() -> set[str]:
+    """What vLLM's processes and engine actors leave in the folder for temporary files."""
+    return {
+        name
+        for name in os.listdir(tempfile.gettempdir())
+        if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|weightsync-\d+-[0-9a-f]+", name)
+    }
 
 
 def _refuses(url: str) -> bool:
@@ -88,6 +99,7 @@ def test_signals_during_start_leave_nothing(checkpoint: Any, tmp_path: Path) -> 
 
 
 def test_dead_engines_and_controllers_come_back(checkpoint: Any, tensors: Any, cold: Any, tmp_path: Path) -> None:
+    segments, sockets = _shared_memory(), _sockets()
     fleet = Fleet(checkpoint(KIND, 1), tmp_path / "home", engines=2).ready()
     try:
         with fleet.client() as sync:
@@ -117,6 +129,8 @@ def test_dead_engines_and_controllers_come_back(checkpoint: Any, tensors: Any, c
             assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 1)
     finally:
         assert fleet.stop() == 0
+    # Not even what the engine that was killed had made.
+    assert (_shared_memory() - segments, _sockets() - sockets) == (set(), set())
 
 
 def _status(sync: Any) -> Any:

@@ -30,6 +30,7 @@ from weightsync.protocol import (
     EngineVerdict,
     FleetStatus,
     Manifest,
+    Place,
     SlotReport,
     TensorSpec,
     UpdateRequest,
@@ -42,8 +43,11 @@ from weightsync.results import Generation, SyncReport, VersionSpan
 MANIFEST = Manifest(
     (TensorSpec("model.embed.weight", "bfloat16", (8, 4)), TensorSpec("größe", "float32", ()), TensorSpec("none", "int8", (0,)))
 )
-REQUEST = UpdateRequest("update-1", "trainer_1", 7, MANIFEST, 1 << 20, "ab" * 32, 300.0, "gloo", "2.13.0", "", 1)
-COMMUNICATOR = CommunicatorInfo("127.0.0.1", 4321, 3, 5, {"0": 1, "1": 3}, "gloo")
+PLACE = Place("boot/4026531840", "GPU-1", "trainer")
+REQUEST = UpdateRequest(
+    "update-1", "trainer_1", 7, MANIFEST, 1 << 20, "ab" * 32, 300.0, "gloo", "2.13.0", "", 1, place=PLACE, socket="s-1", secret="5e"
+)
+COMMUNICATOR = CommunicatorInfo("127.0.0.1", 4321, 3, 5, {"0": 1, "1": 3}, "gloo", {"0": (0, 2)})
 ERROR = ApplyFailed("layer 3 did not load", engine=1, names=["a", "b"]).to_dict()
 VERDICT = EngineVerdict(1, False, None, EngineState.QUARANTINED, 0.5, {"apply": 0.25}, {"addresses": 3}, ERROR)
 STATUS = UpdateStatus("update-1", 7, UpdateState.ABORTED, 3, 68, 1.5, 2.5, {"admit": 0.5}, (VERDICT,), ERROR)
@@ -64,11 +68,12 @@ MESSAGES = [
     ContractAnswer(0, None, ERROR),
     *MANIFEST.tensors,
     MANIFEST,
+    PLACE,
     REQUEST,
     COMMUNICATOR,
     Admission("update-1", 7, COMMUNICATOR, (0, 1)),
     BeginOrder(REQUEST, COMMUNICATOR, 1, 3, 30.0, "eth0"),
-    WorkerReport(0, "update-1", "failed", 3, 68, {"receive": 0.5}, ERROR, True, {"layers": 2}),
+    WorkerReport(0, "update-1", "failed", 3, 68, {"receive": 0.5}, ERROR, True, {"layers": 2}, PLACE),
     WorkerReport(1, "", "none"),
     VERDICT,
     STATUS,
@@ -303,6 +308,7 @@ def test_an_id_fits_a_path_and_a_log_line(key: str, value: str) -> None:
         ("transport", ["", "mpi", "NCCL"], ["gloo", "nccl"]),
         ("allow_nonfinite", [None, 0, 1, "true"], [False, True]),
         ("rewind", [None, 0, 1, "true"], [False, True]),
+        ("socket", ["../x", "a b", "\0", "s" * 65], ["", "weightsync-5e"]),
     ],
 )
 def test_a_requests_field_has_its_range(key: str, bad: list[Any], good: list[Any]) -> None:

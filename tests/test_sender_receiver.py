@@ -145,7 +145,7 @@ class Run:
         broadcast = trainer.broadcast
 
         def noted(tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
-            self.events.append("broadcast")
+            self.events.append("bucket" if tensor.dtype == torch.uint8 else "digests")
             broadcast(tensor, deadline, cancelled)
 
         trainer.broadcast = noted  # type: ignore[method-assign]
@@ -194,7 +194,7 @@ def test_tensors_without_a_byte_arrive(pair: Pair) -> None:
     tensors = {"a": torch.empty(0, 3), "b": torch.empty(2, 0, dtype=torch.int8)}
     run = Run(pair, tensors)
     assert_same_bits(run.arrived(), tensors)
-    assert run.events == ["read", "broadcast"]
+    assert run.events == ["read", "digests"]
 
 
 def test_several_updates_travel_over_one_communicator(pair: Pair) -> None:
@@ -243,6 +243,9 @@ def test_views_of_an_earlier_bucket_keep_their_values_while_later_ones_and_the_n
     class Holding(Run):
         def on_read(self) -> None:
             super().on_read()
+            until = time.monotonic() + 5
+            while not self.receiver.tensors and time.monotonic() < until:
+                time.sleep(0.001)
             assert 0 < self.receiver.tensors < len(want)  # buckets are still to come
             held.update({name: self.receiver.held().tensor(index) for index, name in enumerate(self.names)})
 
@@ -284,8 +287,9 @@ def test_everything_has_been_read_before_the_last_bucket_leaves(pair: Pair) -> N
     buckets = len(run.receiver.plan.buckets)
     assert buckets > 5
     assert run.events.count("read") == 1
-    # Behind it come only the last bucket and its digests.
-    assert run.events[run.events.index("read") :] == ["read", "broadcast", "broadcast"]
+    # It is packed while the one before it is on its way, and not earlier: there are two buffers.
+    rest = [event for event in run.events[run.events.index("read") :] if event == "bucket"]
+    assert len(rest) in (1, 2)
 
 
 def test_parameters_that_change_once_they_are_read_do_not_change_what_arrives(pair: Pair) -> None:

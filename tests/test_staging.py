@@ -68,9 +68,9 @@ def test_what_would_not_fit_is_refused_with_what_is_free(stage: str, kind: str, 
     assert staging.allocate(PLAN, stage, CUDA, CPU).numel() == PLAN.stream_bytes
 
 
-def test_a_bucket_that_would_not_fit_where_it_lands_is_refused(free: dict[str, int]) -> None:
-    free["cuda"] = 100
-    with pytest.raises(MemoryRefused, match="a bucket takes 128 bytes of device memory and 100 are free"):
+def test_buckets_that_would_not_fit_where_they_land_are_refused(free: dict[str, int]) -> None:
+    free["cuda"] = 150
+    with pytest.raises(MemoryRefused, match="two buckets take 256 bytes of device memory and 150 are free"):
         staging.allocate(PLAN, "host", CUDA, CUDA)
     assert staging.allocate(PLAN, "host", CUDA, CPU).numel() == PLAN.stream_bytes, "gloo lands on the host"
 

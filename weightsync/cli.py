@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
     from weightsync.demo.run import add_arguments, run
 
-    demo = commands.add_parser("demo", help="the whole loop on this machine, without a GPU: GRPO on a toy task")
+    demo = commands.add_parser("demo", help="the whole loop on this machine, on CPUs or GPUs: GRPO on a toy task")
     add_arguments(demo)
     demo.set_defaults(run=run)
 

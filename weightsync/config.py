@@ -152,6 +152,9 @@ class SyncSettings(_Section):
     caches: Literal["reset", "retain", "salt"] = "reset"
     """What becomes of prefix, connector, multimodal and encoder caches at an update: dropped once, kept in use, or kept for
     the requests that began before it, by vLLM's cache_salt."""
+    local: Literal["auto", "host", "off"] = "auto"
+    """Which engines a trainer hands its memory to: those on its own GPU, also those on its host when its tensors are on the CPU, or
+    none. The others are reached by gloo or NCCL in the same update."""
     store_host: str = "127.0.0.1"
     """Address of the rendezvous store, in the controller; trainers on other machines need one they can reach."""
     interface: str = ""

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.place import Place as Place
 from weightsync.report import ContractAnswer as ContractAnswer
 from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
@@ -153,6 +154,8 @@ class UpdateRequest:
         rewind: the version may be the committed one or below it; the fleet goes back to it.
         scope: patterns of checkpoint names that the update is about; everything when empty. The rest stays as it is.
         base_version: the version that an update with a scope builds on; the fleet's committed one when None.
+        place: where the trainer's tensors lie; None if it can't hand memory to anybody.
+        socket, secret: the abstract unix socket where workers on its host reach it, and what they must know.
     """
 
     update_id: str
@@ -170,10 +173,13 @@ class UpdateRequest:
     rewind: bool = False
     scope: tuple[str, ...] = ()
     base_version: int | None = None
+    place: Place | None = None
+    socket: str = ""
+    secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         self._require_scope()
-        for key in ("update_id", "trainer_id"):
+        for key in ("update_id", "trainer_id", *(["socket"] if self.socket else [])):
             value = getattr(self, key)
             if not (1 <= len(value) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in value)):
                 raise ValueError(f"{key} {value[:80]!r}: want 1 to 64 ASCII letters, digits, '-' or '_'")
@@ -205,9 +211,10 @@ class CommunicatorInfo:
     Attributes:
         host, port: the TCP store, in the controller.
         generation: serial number of the communicator; the store's key prefix.
-        world_size: the trainer (rank 0) and every worker.
-        members: for each engine ordinal, the rank of its first worker.
+        world_size: the trainer (rank 0) and every worker that is not local.
+        members: for each engine ordinal, the rank of its first worker that is not local; the others' follow.
         transport: `gloo` or `nccl`.
+        local: for each engine ordinal, its workers that have no rank: they come to the trainer's socket.
     """
 
     host: str
@@ -216,6 +223,7 @@ class CommunicatorInfo:
     world_size: int
     members: dict[str, int]
     transport: str
+    local: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -235,7 +243,7 @@ class BeginOrder:
 
     Attributes:
         engine: ordinal of the worker's engine.
-        rank_offset: rank of that engine's first worker.
+        rank_offset: rank of that engine's first worker that has one.
         connect_seconds: deadline of the rendezvous.
         interface: network interface for gloo; torch chooses when empty.
         stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
@@ -267,6 +275,7 @@ class WorkerReport:
         error: `WeightSyncError.to_dict()` when `state` is `failed`.
         wrote: live storage has been touched, so the engine can't just go on.
         checks: what the verdict counted, for example `addresses` or `layers`.
+        place: where this worker's weights lie, when it was asked what it is.
     """
 
     rank: int
@@ -278,6 +287,7 @@ class WorkerReport:
     error: dict[str, Any] | None = None
     wrote: bool = False
     checks: dict[str, int] = field(default_factory=dict)
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

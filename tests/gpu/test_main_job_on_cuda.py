@@ -6,6 +6,7 @@ host, so each names a host of its own (for function, not for speed).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -40,20 +41,25 @@ ENGINE_ARGS: dict[str, Any] = {
 COLD_SPREAD = 0.05
 
 
-@pytest.fixture(scope="module")
-def cuda_fleet(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def _started(checkpoint: Any, home: Path, *more: str) -> Iterator[Fleet]:
     os.environ.update({"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"})
-    import json
-
     flags = [
         "--engine.device=cuda", "--engine.gpus=0.3", f"--engine.extra={json.dumps(EXTRA)}",
-        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400",
+        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", "--sync.local=off", *more,
     ]  # fmt: skip
-    fleet = Fleet(
-        checkpoint(KIND, 1), tmp_path_factory.mktemp("cuda"), flags=flags, env={"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"}
-    )
+    fleet = Fleet(checkpoint(KIND, 1), home, flags=flags, env={"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"})
     yield fleet.ready(450)
     assert fleet.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def cuda_fleet(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    yield from _started(checkpoint, tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def unstaged_fleet(checkpoint: Any, tmp_path: Path) -> Iterator[Fleet]:
+    yield from _started(checkpoint, tmp_path / "unstaged", "--sync.stage=none")
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +120,13 @@ def test_a_trainer_killed_inside_an_nccl_broadcast_costs_its_deadline_and_no_res
         assert answers(sync, 0) != before
         sync.sync_weights(_on_cuda(tensors(KIND, 1)))
         assert answers(sync, 0) == before
+
+
+def test_without_staging_tensors_go_from_the_broadcast_into_the_captured_storage(
+    unstaged_fleet: Fleet, tensors: Any, cold_on_cuda: Any
+) -> None:
+    with unstaged_fleet.client(bucket_bytes=60_000) as sync:
+        for where, seed in (("cuda", 1), ("cuda", 2), ("cpu", 1), ("cpu", 2)):  # NCCL, gloo
+            report = sync.sync_weights({name: tensor.to(where) for name, tensor in tensors(KIND, seed).items()})
+            print(where, "not staged:", {key: round(value, 4) for key, value in report.seconds.items()})
+            assert answers(sync, 0)[0] == cold_on_cuda(seed)["tokens"]

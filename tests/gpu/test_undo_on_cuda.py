@@ -38,7 +38,7 @@ def fleet(checkpoint: Any, fault: Path, tmp_path_factory: pytest.TempPathFactory
     os.environ.update({"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"})
     flags = [
         "--engine.device=cuda", "--engine.gpus=0.3", f"--engine.extra={json.dumps(EXTRA)}", "--sync.rollback=host", "--sync.stage=gpu",
-        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400",
+        "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400", "--sync.local=off",
     ]  # fmt: skip
     env = with_faults(fault) | {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"}
     running = Fleet(checkpoint(KIND, 1), tmp_path_factory.mktemp("undo"), flags=flags, env=env)

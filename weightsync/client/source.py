@@ -34,6 +34,9 @@ class Offer:
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
 
+    def read(self, index: int) -> torch.Tensor:
+        return self.tensors[index]
+
     @property
     def transport(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"

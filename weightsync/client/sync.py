@@ -43,7 +43,8 @@ from weightsync.errors import (
 )
 from weightsync.protocol import Admission, UpdateRequest, UpdateState, UpdateStatus
 from weightsync.results import Generation, SyncReport
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel, join
+from weightsync.transport.local import Listener, place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
 _CONTROL_SECONDS = 30.0
@@ -80,7 +81,8 @@ class WeightSync(FleetCalls):
         self._bucket_bytes, self._timeout, self._interface = bucket_bytes, timeout_seconds, interface
         self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
-        self._communicator: Communicator | None = None
+        self._communicator: Channel | None = None
+        self._listener: Listener | None = None
         self._published: Published | None = None
         self._lock = threading.Lock()
 
@@ -96,6 +98,8 @@ class WeightSync(FleetCalls):
             if self._published is not None:
                 self._give_up(self._published, "the trainer closed")
             self._leave()
+            if self._listener is not None:
+                self._listener.close()
         self._http.close()
 
     # --- weights -------------------------------------------------------------------------------
@@ -211,6 +215,7 @@ class WeightSync(FleetCalls):
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
+        listener = self._listen()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
             plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -227,6 +232,9 @@ class WeightSync(FleetCalls):
                 nccl_version=nccl,
                 allow_nonfinite=allow_nonfinite,
                 **about,
+                place=place_of(offered.device),
+                socket=listener.name if listener else "",
+                secret=listener.secret if listener else "",
             )
         except ValueError as exc:
             raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
@@ -236,7 +244,7 @@ class WeightSync(FleetCalls):
         """Body of the sending thread."""
         start = time.monotonic()
         try:
-            communicator = self._connect(published.admission, offered.device)
+            communicator = self._connect(published, offered.device)
             published._seconds["connect"] = time.monotonic() - start
             sender.send(communicator, published._deadline, published._cancelled.is_set, published._has_read)
         except WeightSyncError as exc:
@@ -251,13 +259,22 @@ class WeightSync(FleetCalls):
             published._read.set()
             published._done.set()
 
-    def _connect(self, admission: Admission, device: torch.device) -> Communicator:
-        held = self._communicator
-        if held is not None and held.open and held.info == admission.communicator:
+    def _listen(self) -> Listener | None:
+        """Where workers of this host come to; None where the system has no such sockets: they are reached as others are."""
+        if self._listener is None:
+            with contextlib.suppress(TransportFailed):
+                self._listener = Listener()
+        return self._listener
+
+    def _connect(self, published: Published, device: torch.device) -> Channel:
+        info, held = published.admission.communicator, self._communicator
+        if held is not None and held.open and held.info == info:
             return held
         self._leave()
         operation = max(self._timeout, _CONNECT_SECONDS)
-        self._communicator = Communicator(admission.communicator, 0, device, _CONNECT_SECONDS, operation, self._interface)
+        self._communicator = join(
+            info, device, self._listener, _CONNECT_SECONDS, operation, self._interface, cancelled=published._cancelled.is_set
+        )
         return self._communicator
 
     def _leave(self) -> None:

@@ -12,11 +12,12 @@ Both `run` and `trainer` use `checkpoint.py` (a small Qwen3 with a tokenizer: de
 experts, or INT8), `formats.py` (from the trainer's weights to that checkpoint's form and back)
 and `task.py` (a toy task with a reward). The proof: after the last update every engine
 of the fleet answers greedy prompts with the same tokens and log-probabilities, to
-the bit, as an engine that loaded the trainer's saved weights from disk.
+the bit, as an engine that loaded the trainer's saved weights from disk. On a GPU, where
+two cold engines may differ by what kernels they chose, within what three of them differ by
+(nothing, as a rule); there each update also compares stored bytes (`sync.verify_stored`).
 
-Not covered: models worth having, asynchronous rollouts (here each step waits for
-the engines to hold the newest weights), GPUs (kernels that are chosen at start
-may differ between two processes, so equality to the bit is a CPU's promise).
+`place.py` says what runs where. Not covered: models worth having, asynchronous rollouts
+(here each step waits for the engines to hold the newest weights).
 """
 
 #: Values of `weightsync demo --model`.

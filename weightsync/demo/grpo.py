@@ -14,7 +14,7 @@ Not covered: a KL term to a reference model, a value function, several devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ class Batch:
     engine_logprobs: Tensor
     mask: Tensor
     advantages: Tensor
+
+    def to(self, device: str) -> Batch:
+        """The same on a device."""
+        return Batch(*(getattr(self, part.name).to(device) for part in fields(self)))
 
     def rows(self, index: Tensor) -> Batch:
         """The samples at `index`, int64 [b]."""

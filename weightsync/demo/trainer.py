@@ -62,6 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=8, help="length of a completion")
     parser.add_argument("--lr", type=float, default=1.5e-4, help="AdamW's learning rate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where the policy is trained, as torch names it")
     parser.add_argument("--concurrency", type=int, default=32, help="rollout requests in flight")
     return parser.parse_args(argv)
 
@@ -77,7 +78,7 @@ class Trainer:
     def __init__(self, sync: WeightSync, arguments: argparse.Namespace) -> None:
         self.sync, self.arguments = sync, arguments
         # In float32: AdamW's steps are smaller than bfloat16 can tell apart.
-        self.model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(arguments.device)
         self.model.train()
         self.learner = Learner(self.model, lr=arguments.lr, seed=arguments.seed)
         self.rng = random.Random(arguments.seed)
@@ -96,7 +97,7 @@ class Trainer:
         began = time.perf_counter()
         samples = self.rollouts(number)
         rolled = time.perf_counter()
-        batch = collate(samples, self.arguments.group_size, task.PAD)
+        batch = collate(samples, self.arguments.group_size, task.PAD).to(self.arguments.device)
         gap = self.learner.logprob_gap(batch, formats.from_checkpoint(self.sent, self.arguments.kind))
         self.learner.step(batch)
         trained = time.perf_counter()
@@ -132,6 +133,7 @@ class Trainer:
             "seconds": seconds | {"sync": time.perf_counter() - began},
             "sync_seconds": report.seconds,
             "pause_seconds": report.pause_seconds,
+            "stored_tensors": min(verdict.checks.get("stored", 0) for verdict in report.verdicts),
         }
 
     def save(self) -> None:
@@ -152,7 +154,7 @@ class Trainer:
                     "logprobs": [list(answer.logprobs) for answer in answers],
                 }
             )
-        save_like(self.arguments.like, self.arguments.save, self.sent)
+        save_like(self.arguments.like, self.arguments.save, {name: tensor.cpu() for name, tensor in self.sent.items()})
         outputs = {"version": self.version, "max_tokens": PROBE_TOKENS, "prompts": prompts, "engines": engines}
         (self.arguments.save / OUTPUTS_FILE).write_text(json.dumps(outputs))
 

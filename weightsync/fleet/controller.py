@@ -38,12 +38,12 @@ from weightsync.errors import (
 )
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.membership import Membership
 from weightsync.fleet.roster import Roster
 from weightsync.metrics import Recorder
 from weightsync.protocol import (
     PROTOCOL_VERSION,
     BeginOrder,
-    CommunicatorInfo,
     FleetStatus,
     Phase,
     UpdateRequest,
@@ -73,8 +73,8 @@ class Controller:
         self._recorder.build(weightsync.__version__)
         self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds)
         self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger, sync)
-        self._generation = time.time_ns() // 1_000_000  # rises over restarts of the controller
-        self._members: Any = None
+        # The first generation rises over restarts of the controller.
+        self._membership = Membership(sync, self._store.port, time.time_ns() // 1_000_000)
         self._staged: dict[str, asyncio.Event] = {}
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
@@ -142,7 +142,8 @@ class Controller:
         update = self._ledger.admit(request, time.time())
         self._staged[request.update_id] = asyncio.Event()
         try:
-            update.communicator = self._communicator(request, update.engines)
+            incarnations, places = self._roster.members(update.engines)
+            update.communicator = self._membership.communicator(request, incarnations, places)
             update.staged = self._settings.sync.stage != "none"
             reports = await asyncio.gather(*(self._begin_engine(update, ordinal) for ordinal in update.engines), return_exceptions=True)
             refusals = [r for r in reports if isinstance(r, BaseException)]
@@ -162,22 +163,6 @@ class Controller:
         self._spawn(self._watch(update))
         self._show()
         return update
-
-    def _communicator(self, request: UpdateRequest, engines: tuple[int, ...]) -> CommunicatorInfo:
-        """The communicator for this trainer and these engines: the last one when nobody changed, else a new generation."""
-        workers = {ordinal: self._ledger.engines[ordinal].workers for ordinal in engines}
-        members = (request.trainer_id, request.transport, tuple((o, self._roster.incarnation(o)) for o in engines))
-        if members != self._members:
-            self._generation, self._members = self._generation + 1, members
-        first, world = rendezvous.ranks(workers)
-        return CommunicatorInfo(
-            host=self._settings.sync.store_host,
-            port=self._store.port,
-            generation=self._generation,
-            world_size=world,
-            members={str(ordinal): rank for ordinal, rank in first.items()},
-            transport=request.transport,
-        )
 
     async def _begin_engine(self, update: Update, ordinal: int) -> None:
         communicator = update.communicator
@@ -231,7 +216,7 @@ class Controller:
             return
         error.update_id = update.request.update_id
         self._ledger.abort(update, error, time.time())
-        self._members = None  # peers may stand anywhere in the stream: meet anew
+        self._membership.renew()
         if event := self._staged.pop(update.request.update_id, None):
             event.set()
         self._recorder.ended(update.status)
@@ -290,7 +275,7 @@ class Controller:
             update.error = failed.error
         self._staged.pop(update.request.update_id, None)
         if any(not v.committed for v in verdicts):
-            self._members = None
+            self._membership.renew()
         self._recorder.ended(update.status)
         self._show()
 

@@ -34,6 +34,7 @@ from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.ledger import other_base
 from weightsync.fleet.salt import Salt
+from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase
@@ -68,7 +69,8 @@ class EngineActor:
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
         self._url = ""
-        self._workers = 0
+        self._scratch: Scratch | None = None
+        self._places: list[dict[str, Any] | None] = []  # of its workers
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
@@ -84,10 +86,13 @@ class EngineActor:
         return self._describe()
 
     async def _start(self) -> None:
+        self._scratch = Scratch(ray.get_runtime_context().get_actor_id())
+        os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         reports = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
-        self._workers = len(reports)
+        self._places = [report["place"] for report in sorted(reports, key=lambda report: int(report["rank"]))]
+        await asyncio.to_thread(self._scratch.note)
         for report in reports:
             if report["error"]:
                 self._state, self._reason = EngineState.QUARANTINED, report["error"]["code"]
@@ -161,12 +166,12 @@ class EngineActor:
             update_id=self._update_id,
             url=self._url,
             model=self._settings.engine.served_model_name,
-            workers=self._workers,
+            workers=len(self._places),
             vllm_version=vllm_api.installed()[1],
             reason="" if self._state == EngineState.SERVING else self._reason,
             rewinds=self._rewinds,
         )
-        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url)}
+        return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
     @answers
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:
@@ -355,6 +360,8 @@ class EngineActor:
             await asyncio.wait([self._serving], timeout=3)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

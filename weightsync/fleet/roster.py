@@ -10,7 +10,7 @@ Not covered: a worker that hangs while its engine actor answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ from weightsync.config import SyncSettings
 from weightsync.errors import EngineDied, InternalError, Refused, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
-from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, UpdateState, WorkerReport
+from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
 
 _TIMEOUT_SECONDS = 10.0
 
@@ -39,6 +39,7 @@ class Roster:
         self._namespace, self._count, self._ledger, self._sync = namespace, count, ledger, sync
         self._handles: dict[int, Any] = {}
         self._incarnations: dict[int, str] = {}
+        self._places: dict[int, tuple[Place | None, ...]] = {}
 
     def _handle(self, ordinal: int) -> Any:
         """The actor's handle.
@@ -50,9 +51,10 @@ class Roster:
             raise EngineDied(f"engine {ordinal} is gone", engine=ordinal, hint="It restarts by itself; sync again when it answers")
         return self._handles[ordinal]
 
-    def incarnation(self, ordinal: int) -> str:
-        """Changes when the engine's process does."""
-        return self._incarnations[ordinal]
+    def members(self, ordinals: Iterable[int]) -> tuple[dict[int, str], dict[int, tuple[Place | None, ...]]]:
+        """Of these engines: what changes when the process does, and where the workers are, by rank within the engine."""
+        wanted = list(ordinals)
+        return {o: self._incarnations[o] for o in wanted}, {o: self._places[o] for o in wanted}
 
     async def refresh(self) -> None:
         """Ask every engine what it is; none can hold up another."""
@@ -71,6 +73,7 @@ class Roster:
             self._ledger.lose(ordinal, exc.code)
         else:
             self._incarnations[ordinal] = answer["incarnation"]
+            self._places[ordinal] = tuple(decode(Place, place) if place else None for place in answer["places"])
             current = self._ledger.current
             # While an update is applied its verdict is what counts, not what the engine says on the way.
             if current is None or current.state != UpdateState.APPLYING:

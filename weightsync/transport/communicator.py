@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from weightsync.errors import Aborted, ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
+from weightsync.transport.memory import huge_pages
 from weightsync.transport.rendezvous import join_store
 
 #: How long one wait lasts before cancellation is looked at again, seconds.
@@ -82,6 +83,10 @@ class Communicator:
     def open(self) -> bool:
         """Whether it can still broadcast."""
         return self._group is not None
+
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Memory to pack buckets into, each of shape [nbytes], uint8; zeros, for what lies between tensors is sent as well."""
+        return [huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)).zero_() for _ in range(count)]
 
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Send from rank 0 into everybody's `tensor`; returns when the bytes are there.

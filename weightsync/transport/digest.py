@@ -12,68 +12,93 @@ So the digest changes when two elements, rows, shards or tensors change places
 digest of the whole, which is what buckets and shards need. Against accident,
 not against an adversary: the coefficients are public.
 
-Whoever else wants to see the words (`finite.Peak`) is shown each run of them while it
-lies in the cache, so that both take one read of the memory.
+Who looks at the values (`finite.Peak`) is shown each run of words while it lies in the
+cache, so that both take one read of the memory. On a CUDA device one kernel does both
+(`fused`); where it can't run, the same sums run there as torch operations.
 
-Not covered: a fused GPU kernel; on CUDA tensors the same sums run as ordinary torch
-operations, over many blocks at once and waiting for the device once per call.
+Not covered: tensors of one batch on several devices.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 import torch
 
+from weightsync.transport.finite import Peak
+
+logger = logging.getLogger(__name__)
+
 #: Words per coefficient block. 512 KiB of words stay in a core's own cache.
 BLOCK = 1 << 16
-#: Blocks that a CUDA device takes at once: 32 MiB, for there a launch costs more than memory.
+#: Blocks that torch operations on a CUDA device take at once: 32 MiB, for there a launch costs more than memory.
 _CUDA_BLOCKS = 64
 _MASK64 = (1 << 64) - 1
 
 Digest = tuple[int, int]
 ZERO: Digest = (0, 0)
 
-#: Is shown each run of words (shape [n], int64), with a tensor of the same shape that it may overwrite.
-Watcher = Callable[[torch.Tensor, torch.Tensor], None]
 
+class Batch:
+    """Digests of several runs of bytes on one device, with one wait for all of them.
 
-def digest_bytes(data: torch.Tensor, offset: int = 0, watcher: Watcher | None = None) -> Digest:
-    """Digest of a run of bytes that begins `offset` bytes into its tensor.
+    On a CUDA device `add` only starts work, on the current stream: the bytes have to stay as they are until `results`.
 
     Args:
-        data: shape [n], dtype uint8, contiguous, any device.
-        offset: bytes; a multiple of 8.
-        watcher: is shown every word once, the last one filled up with zeros.
+        count: how many runs will be added, at most.
+        device: where their bytes lie.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._sums = torch.zeros((count, 3), dtype=torch.int64, device=device)  # two, and the largest magnitude's bits
+        self._peaks: list[Peak | None] = []
+
+    def add(self, data: torch.Tensor, offset: int = 0, peak: Peak | None = None) -> None:
+        """Add a run of bytes that begins `offset` bytes into its tensor.
+
+        Args:
+            data: shape [n], dtype uint8, contiguous, at any address.
+            offset: bytes; a multiple of 8.
+            peak: looks at the values in the same read.
+
+        Raises:
+            ValueError: wrong dtype, shape or device, or an offset that splits a word.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+            raise ValueError(f"want contiguous uint8 of one dimension, got {data.dtype} {tuple(data.shape)}")
+        if data.device != self._sums.device:
+            raise ValueError(f"this batch is on {self._sums.device}, the bytes are on {data.device}")
+        if offset % 8:
+            raise ValueError(f"offset {offset} splits an 8-byte word")
+        if data.numel():
+            _adder(data.device)(data, offset // 8, self._sums[len(self._peaks)], peak)
+        self._peaks.append(peak)
+
+    def results(self) -> list[Digest]:
+        """The digests in the order of `add`; every peak knows its answer then. Waits for the device, once."""
+        rows = self._sums[: len(self._peaks)].tolist()
+        for (_, _, top), peak in zip(rows, self._peaks, strict=True):
+            if peak is not None:
+                peak.saw(top)
+        return [(low & _MASK64, high & _MASK64) for low, high, _ in rows]
+
+
+def digest_bytes(data: torch.Tensor, offset: int = 0, peak: Peak | None = None) -> Digest:
+    """Digest of one run of bytes; see `Batch.add`.
 
     Returns:
         Two unsigned 64-bit integers. `add` joins the digests of slices.
-
-    Raises:
-        ValueError: wrong dtype or shape, or an offset that splits a word.
     """
-    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
-        raise ValueError(f"want contiguous uint8 of one dimension, got {data.dtype} {tuple(data.shape)}")
-    if offset % 8:
-        raise ValueError(f"offset {offset} splits an 8-byte word")
-    total = ZERO
-    whole = data.numel() // 8 * 8
-    if whole:
-        body = data[:whole]
-        # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
-        words = body.view(torch.int64) if body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0 else body.clone().view(torch.int64)
-        total = _digest_words(words, offset // 8, watcher)
-    if whole < data.numel():
-        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        tail[: data.numel() - whole] = data[whole:]
-        total = add(total, _digest_words(tail.view(torch.int64), (offset + whole) // 8, watcher))
-    return total
+    batch = Batch(1, data.device)
+    batch.add(data, offset, peak)
+    return batch.results()[0]
 
 
-def digest_tensor(tensor: torch.Tensor, watcher: Watcher | None = None) -> Digest:
+def digest_tensor(tensor: torch.Tensor, peak: Peak | None = None) -> Digest:
     """Digest of a whole tensor of any dtype and layout (its elements in row-major order)."""
-    return digest_bytes(as_bytes(tensor), 0, watcher)
+    return digest_bytes(as_bytes(tensor), 0, peak)
 
 
 def add(left: Digest, right: Digest) -> Digest:
@@ -84,6 +109,7 @@ def add(left: Digest, right: Digest) -> Digest:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as bytes, shape [nbytes]; a view when the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element counts as contiguous with any stride
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
 
 
@@ -102,62 +128,85 @@ def to_hex(digest: Digest) -> str:
     return f"{digest[0]:016x}{digest[1]:016x}"
 
 
-def _digest_words(words: torch.Tensor, first: int, watcher: Watcher | None) -> Digest:
+#: Adds a run of bytes, whose first word has this number, to `sums`, shape [3].
+_Adder = Callable[[torch.Tensor, int, torch.Tensor, Peak | None], None]
+#: Adds mixed words, shape [blocks, n], to `sums`; `table` has their coefficients, shape [2, n], and `block` is the first one's number.
+_Terms = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+
+
+@functools.cache
+def _adder(device: torch.device) -> _Adder:
+    """How runs are added up on a device."""
+    if device.type == "cpu":
+        return functools.partial(_by_operations, _dots, 1)
+    try:
+        _prove_kernel(device)
+    except Exception as exc:  # no Triton, none for this device, no C compiler for it: whatever it is, there is another way
+        logger.warning(
+            "digests on %s run as torch operations, several times slower than one kernel: %s: %s", device, type(exc).__name__, exc
+        )
+        return functools.partial(_by_operations, _products, _CUDA_BLOCKS)
+    return _by_kernel
+
+
+def _prove_kernel(device: torch.device) -> None:
+    sample, sums = torch.arange(77, dtype=torch.uint8, device="cpu"), torch.zeros(3, dtype=torch.int64, device=device)
+    _by_kernel(sample.to(device), 5, sums, Peak("bfloat16"))
+    if unpack(sums[None, :2]) != [digest_bytes(sample, 40)]:
+        raise ArithmeticError("its sums are not those of a CPU")
+
+
+def _by_kernel(data: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
+    from weightsync.transport import fused  # needs Triton
+
+    fused.add(data, first, BLOCK, sums, *((0, 0) if peak is None else (peak.bits, peak.sign_bits)))
+
+
+def _by_operations(terms: _Terms, most: int, data: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
+    whole = data.numel() // 8 * 8
+    if whole:
+        body = data[:whole]
+        # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
+        words = body.view(torch.int64) if body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0 else body.clone().view(torch.int64)
+        _add_words(terms, most, words, first, sums, peak)
+    if whole < data.numel():
+        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        tail[: data.numel() - whole] = data[whole:]
+        _add_words(terms, most, tail.view(torch.int64), first + whole // 8, sums, peak)
+
+
+def _add_words(terms: _Terms, most: int, words: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
     table = _table(str(words.device))
-    sums = _Dots() if words.device.type == "cpu" else _Products(words.device)
     at = 0
-    scratch = torch.empty(min(BLOCK * sums.blocks, words.numel()), dtype=torch.int64, device=words.device)
+    scratch = torch.empty(min(BLOCK * most, words.numel()), dtype=torch.int64, device=words.device)
     while at < words.numel():
         block, column = divmod(first + at, BLOCK)
         left = words.numel() - at
         width = min(BLOCK - column, left)  # of one block; a whole one may be the first of several
-        blocks = min(sums.blocks, left // BLOCK) if width == BLOCK else 1
+        blocks = min(most, left // BLOCK) if width == BLOCK else 1
         run = words[at : at + blocks * width]
         mixed = scratch[: run.numel()]
-        if watcher is not None:
-            watcher(run, mixed)
+        if peak is not None:
+            peak(run, mixed)
         # The upper half folded into the lower one: else a change in the top bits alone
         # meets an even difference of coefficients and can vanish modulo 2**64.
         torch.bitwise_right_shift(run, 32, out=mixed)
         mixed.bitwise_and_(0xFFFFFFFF).bitwise_xor_(run)
-        sums.add(mixed.view(blocks, width), table[:, column : column + width], block)
+        terms(mixed.view(blocks, width), table[:, column : column + width], block, sums)
         at += run.numel()
-    return sums.total
 
 
-class _Dots:
-    """The sums on a CPU, block by block."""
-
-    blocks = 1
-
-    def __init__(self) -> None:
-        self.total = ZERO
-
-    def add(self, mixed: torch.Tensor, table: torch.Tensor, block: int) -> None:
-        """Add `mixed`, shape [1, n], words of this block; `table` has their coefficients, shape [2, n]."""
-        # `dot` is one pass, and wraps modulo 2**64.
-        low, high = (int(torch.dot(mixed[0], row)) * _block_factor(block, half) for half, row in enumerate(table))
-        self.total = add(self.total, (low & _MASK64, high & _MASK64))
+def _dots(mixed: torch.Tensor, table: torch.Tensor, block: int, sums: torch.Tensor) -> None:
+    """A block at once: `dot` is one pass, and wraps modulo 2**64."""
+    for half, row in enumerate(table):
+        sums[half] += torch.dot(mixed[0], row) * _signed(_block_factor(block, half))
 
 
-class _Products:
-    """The same sums on a device that has no integer `dot`: many blocks at once, and nothing waits before `total` is asked for."""
-
-    blocks = _CUDA_BLOCKS
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def add(self, mixed: torch.Tensor, table: torch.Tensor, block: int) -> None:
-        """Add `mixed`, shape [blocks, n], words of this block and those behind it."""
-        factors = _block_factors(block, len(mixed), str(mixed.device))
-        for half, row in enumerate(table):
-            self._sums[half] += ((mixed * row).sum(1) * factors[half]).sum()
-
-    @property
-    def total(self) -> Digest:
-        low, high = self._sums.tolist()
-        return (low & _MASK64, high & _MASK64)
+def _products(mixed: torch.Tensor, table: torch.Tensor, block: int, sums: torch.Tensor) -> None:
+    """Many blocks at once, where integers have no `dot`; nothing waits for the device."""
+    factors = _block_factors(block, len(mixed), str(mixed.device))
+    for half, row in enumerate(table):
+        sums[half] += ((mixed * row).sum(1) * factors[half]).sum()
 
 
 @functools.cache

@@ -6,7 +6,7 @@ magnitudes' bits tells whether a tensor holds any such value, in every dtype, al
 those for which torch has no `isfinite`; and the smallest magnitude that would round
 to infinity in a narrower dtype is just a lower bound for the same comparison.
 
-`Peak` takes that maximum from the runs of words that the digest has in the cache.
+`Peak` takes that maximum from the runs of words that the digest has in the cache, or is told it by the kernel that takes both.
 Values are counted, in a further read, only in a tensor that is refused.
 
 Not covered: what happens to a value behind the loader (scales that a kernel folds
@@ -63,7 +63,7 @@ _FORMATS = {
 
 
 class Peak:
-    """The largest magnitude of one tensor, from the words that it is called with.
+    """The largest magnitude of one tensor, from the words that it is called with or from what it is told.
 
     Args:
         dtype: what the tensor is sent as; a key of `protocol.DTYPE_BYTES` that `watched` knows.
@@ -74,6 +74,21 @@ class Peak:
         self._format, self._target = _FORMATS[dtype], target
         self._limit = _limit(dtype, target) if target in _FORMATS else self._format.first
         self._top: torch.Tensor | None = None
+        self._told = 0
+
+    @property
+    def bits(self) -> int:
+        """Of one element."""
+        return int(torch.iinfo(self._format.view).bits)
+
+    @property
+    def sign_bits(self) -> int:
+        """How many of these, the upper ones, are no magnitude."""
+        return self.bits - self._format.mask.bit_length()
+
+    def saw(self, top: int) -> None:
+        """Take note of the largest magnitude's bits that somebody else has found in a run of words."""
+        self._told = max(self._told, top)
 
     def __call__(self, words: torch.Tensor, scratch: torch.Tensor) -> None:
         """Look at a run of words.
@@ -89,7 +104,7 @@ class Peak:
     @property
     def refused(self) -> bool:
         """Whether a value was among them that an engine must not get. On CUDA tensors waits for the device."""
-        return self._top is not None and int(self._top) >= self._limit
+        return max(self._told, 0 if self._top is None else int(self._top)) >= self._limit
 
     def describe(self, tensor: torch.Tensor) -> str:
         """How many such values a tensor holds, of each kind; for messages."""

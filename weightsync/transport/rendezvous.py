@@ -10,7 +10,7 @@ Not covered: choosing a network interface among several (`sync.interface` sets i
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,15 +19,16 @@ from weightsync.errors import ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 
 
-def ranks(workers: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Rank of each engine's first worker, and the world size.
+def ranks(workers: Mapping[int, int], local: Mapping[int, Collection[int]]) -> tuple[dict[int, int], int]:
+    """Rank of each engine's first worker that has one, and the world size.
 
     Args:
         workers: engine ordinal to number of workers inside.
+        local: those of them that are reached by a link of the trainer's host and need no rank.
 
     Returns:
         (first rank per engine, world size). The trainer is rank 0, so ranks 1 to
-        `world_size - 1` are each held by exactly one worker.
+        `world_size - 1` are each held by exactly one worker, as `rank_of` says.
 
     Raises:
         ValueError: an engine without workers.
@@ -38,8 +39,19 @@ def ranks(workers: Mapping[int, int]) -> tuple[dict[int, int], int]:
         if workers[engine] < 1:
             raise ValueError(f"engine {engine} says it has {workers[engine]} workers")
         first[engine] = rank
-        rank += workers[engine]
+        rank += workers[engine] - len(set(local.get(engine, ())))
     return first, rank
+
+
+def rank_of(first: int, local: Collection[int], worker: int) -> int | None:
+    """A worker's rank; None if it is local.
+
+    Args:
+        first: of its engine, as `ranks` says.
+        local: its engine's local workers.
+        worker: its rank within its engine.
+    """
+    return None if worker in local else first + worker - sum(1 for other in set(local) if other < worker)
 
 
 def host_store(host: str, timeout_seconds: float) -> dist.TCPStore:

@@ -41,6 +41,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import BeginOrder, ContractReport, WorkerReport
 from weightsync.storage.adopt import Adoption
+from weightsync.transport.local import place_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
 from weightsync.worker.held import Held
 from weightsync.worker.receiver import Receiver
@@ -121,7 +122,8 @@ class Applier:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
         sealed = self._guard.sealed
         counts = {"addresses": len(self._seal), "checkpoint_bytes": sum(spec.nbytes for spec in self._base.specs.values())}
-        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks={**counts, **sealed.counts, **self._lazies.counts})
+        counts |= {**sealed.counts, **self._lazies.counts}
+        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks=counts, place=place_of(self.device))
 
     def contract(self) -> ContractReport:
         """What was sealed, and what became of it since."""

@@ -1,4 +1,6 @@
-"""A worker's place in the communicator of its fleet: joined by the receiving thread, kept between updates, left after a failure.
+"""A worker's place in the communicator of its fleet, or its link to a trainer on its host.
+
+Joined by the receiving thread, kept between updates, left after a failure.
 
 RPCs and the receiving thread both come here. A thread that an abort has left behind
 may still be on its way in when the next update begins; what it joins then is closed again.
@@ -16,6 +18,9 @@ import torch
 from weightsync.errors import Aborted
 from weightsync.protocol import BeginOrder
 from weightsync.transport.communicator import Communicator
+from weightsync.transport.fanout import Channel
+from weightsync.transport.link import Link
+from weightsync.transport.rendezvous import rank_of
 
 
 def landing(order: BeginOrder, device: torch.device) -> torch.device:
@@ -24,7 +29,7 @@ def landing(order: BeginOrder, device: torch.device) -> torch.device:
 
 
 class Joining:
-    """The communicator of one worker.
+    """How one worker is reached by its trainer.
 
     Args:
         device: the worker's.
@@ -35,9 +40,9 @@ class Joining:
         self._device, self._rank = device, rank
         self._lock = threading.Lock()
         self._order: BeginOrder | None = None
-        self._communicator: Communicator | None = None
+        self._channel: Channel | None = None
 
-    def begin(self, order: BeginOrder) -> Callable[[], Communicator]:
+    def begin(self, order: BeginOrder) -> Callable[[], Channel]:
         """Take note of the update that this worker receives now; returns what joins its communicator."""
         with self._lock:
             self._order = order
@@ -52,39 +57,49 @@ class Joining:
     def leave(self) -> None:
         """Close what is held: the stream may stand in the middle of an update, so everybody meets anew."""
         with self._lock:
-            held, self._communicator = self._communicator, None
+            held, self._channel = self._channel, None
         if held is not None:
             held.close()
 
-    def _connect(self, order: BeginOrder) -> Communicator:
-        """The communicator of this generation. Runs in the receiving thread.
+    def _connect(self, order: BeginOrder) -> Channel:
+        """The communicator, or the link, of this generation. Runs in the receiving thread.
 
         Raises:
             Aborted: the update ended meanwhile.
-            TransportFailed: see `Communicator`.
+            TransportFailed: see `Communicator` and `Link`.
         """
         self._require_current(order)
-        held = self._communicator
+        held = self._channel
         if held is not None and held.open and held.info == order.communicator:
             return held
         if held is not None:
             held.close()
-        made = Communicator(
-            order.communicator,
-            order.rank_offset + self._rank,
-            landing(order, self._device),
-            connect_seconds=order.connect_seconds,
-            operation_seconds=order.request.timeout_seconds,
-            interface=order.interface,
-        )
+        made = self._make(order)
         with self._lock:
             current = self._order is order
             if current:
-                self._communicator = made
+                self._channel = made
         if not current:  # this took so long that a later update may have its own by now
             made.close()
         self._require_current(order)
         return made
+
+    def _make(self, order: BeginOrder) -> Channel:
+        info, request, device = order.communicator, order.request, landing(order, self._device)
+        rank = rank_of(order.rank_offset, info.local.get(str(order.engine), ()), self._rank)
+        if rank is None:
+            member = (order.engine, self._rank)
+            return Link(
+                info, member, request.socket, request.secret, device, order.connect_seconds, cancelled=lambda: self._order is not order
+            )
+        return Communicator(
+            info,
+            rank,
+            device,
+            connect_seconds=order.connect_seconds,
+            operation_seconds=request.timeout_seconds,
+            interface=order.interface,
+        )
 
     def _require_current(self, order: BeginOrder) -> None:
         if self._order is not order:

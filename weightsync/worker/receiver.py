@@ -8,12 +8,15 @@ values are looked at: NaN, infinity, and what the dtype it is loaded into can't 
 the update, where bytes are staged when all tensors are in, so that the trainer is told
 of every one. Nothing here touches the model.
 
+A second thread looks at a bucket while the next arrives, which lands in other memory; what
+it has passed is handed on when that one is here.
+
 Not covered: what becomes of the tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +26,8 @@ import torch
 from weightsync.errors import BadValues, DigestMismatch, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, Phase
 from weightsync.transport import digest, finite
-from weightsync.transport.communicator import Communicator
+from weightsync.transport.beside import Beside, Job, now, on_stream, settle
+from weightsync.transport.fanout import Channel
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 from weightsync.worker import staging, streaming
 
@@ -54,7 +58,7 @@ class Receiver:
         rank: int,
         device: torch.device,
         landing: torch.device,
-        connect: Callable[[], Communicator],
+        connect: Callable[[], Channel],
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
@@ -68,6 +72,9 @@ class Receiver:
         self._deadline = time.monotonic() + request.timeout_seconds
         self._cancelled = threading.Event()
         self.into: staging.Whole | streaming.Passing | None = self._make(device)
+        # Where copies go on a stream of their own, so as not to queue behind the engine's work; memory that it had before is free then.
+        self._busy = device if landing.type == "cpu" else landing
+        self._allocated = now(self._busy)
         self.error: WeightSyncError | None = None
         self.draining = False  # what still comes goes by
         self.ready = False  # to be applied: all is there, or, without staging, it begins to come
@@ -127,8 +134,7 @@ class Receiver:
             if into is None:
                 raise TransportFailed("the update was discarded before its first byte")
             self.ready = isinstance(into, streaming.Passing)
-            with self._side_stream(into.device):
-                self._receive(communicator, into)
+            self._receive(communicator, into)
             self.ready = True
         except WeightSyncError as exc:
             self._fail(exc)
@@ -145,42 +151,65 @@ class Receiver:
         if self.into is not None:
             self.into.fail(self.error)
 
-    def _side_stream(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        # Copies of the received bytes must not queue behind the engine's own work.
-        on = next((d for d in (self._landing, device) if d.type == "cuda"), None)
-        return contextlib.nullcontext() if on is None else torch.cuda.stream(torch.cuda.Stream(on))
+    def _receive(self, communicator: Channel, into: staging.Whole | streaming.Passing) -> None:
+        """Receive every bucket with its digests, in this thread; look at each in another, while the next comes."""
+        buckets, device = self.plan.buckets, self._busy
+        name = f"weightsync-check-{self.order.request.update_id[:8]}"
+        with (
+            on_stream(device, self._allocated),
+            Beside(name, device, self._allocated, self._deadline, self._cancelled.is_set) as checking,
+        ):
+            landings = self._landings(into)
+            settle(device)
+            before: tuple[Bucket, Job[None]] | None = None
+            for number, bucket in enumerate(buckets):
+                target = landings[number % len(landings)][: bucket.nbytes] if landings else into.window(bucket)
+                if bucket.nbytes:
+                    communicator.broadcast(target, self._deadline, checking.ended)
+                # Not zeros, which fresh memory holds and which are the digest of zeros: what was never delivered would be taken for proved.
+                digests = torch.full((len(bucket.complete), 2), -1, dtype=torch.int64, device=communicator.device)
+                if bucket.complete:
+                    communicator.broadcast(digests, self._deadline, checking.ended)
+                self.nbytes += sum(piece.nbytes for piece in bucket.pieces)
+                self._finish(before, checking, into)
+                # The one after this lands where the one before this did, which has been looked at by now.
+                before = bucket, checking.submit(functools.partial(self._check, bucket, target, digests, into))
+            self._finish(before, checking, into)
 
-    def _receive(self, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
+    def _landings(self, into: staging.Whole | streaming.Passing) -> list[torch.Tensor]:
+        """Memory in which buckets land that are then moved; none where they land in their place."""
+        if self._landing.type == into.device.type:
+            return []
         most = min(self.plan.bucket_bytes, self.plan.stream_bytes)
-        in_place = self._landing.type == into.device.type
-        landing = None if in_place else torch.empty(most, dtype=torch.uint8, device=self._landing)
-        for bucket in self.plan.buckets:
-            window = into.window(bucket)
-            if bucket.nbytes:
-                target = window if landing is None else landing[: bucket.nbytes]
-                communicator.broadcast(target, self._deadline, self._cancelled.is_set)
-                if landing is not None:
-                    window.copy_(target)
-            self.nbytes += sum(piece.nbytes for piece in bucket.pieces)
-            into.landed(bucket)
-            if bucket.complete:
-                self._check(bucket, communicator, into)
-                into.hand_over(bucket.complete)
+        return [torch.empty(most, dtype=torch.uint8, device=self._landing) for _ in self.plan.buckets[:2]]
 
-    def _check(self, bucket: Bucket, communicator: Communicator, into: staging.Whole | streaming.Passing) -> None:
-        """Receive the digests behind a bucket and compare; refuse bad values, where bytes are staged behind the last one."""
-        # Not zeros, which fresh memory holds and which are the digest of zeros: what was never delivered would be taken for proved.
-        packed = torch.full((len(bucket.complete), 2), -1, dtype=torch.int64, device=communicator.device)
-        communicator.broadcast(packed, self._deadline, self._cancelled.is_set)
+    def _finish(self, before: tuple[Bucket, Job[None]] | None, checking: Beside, into: staging.Whole | streaming.Passing) -> None:
+        """Wait until a bucket has been looked at, and hand over what it made whole."""
+        if before is not None:
+            bucket, job = before
+            checking.result(job)
+            into.hand_over(bucket.complete)
+
+    # --- the checking thread -------------------------------------------------------------------
+
+    def _check(self, bucket: Bucket, arrived: torch.Tensor, digests: torch.Tensor, into: staging.Whole | streaming.Passing) -> None:
+        """Put a bucket in its place and compare digests; refuse bad values, where bytes are staged behind the last bucket."""
+        window = into.window(bucket)
+        if window.data_ptr() != arrived.data_ptr():
+            window.copy_(arrived)
+        into.landed(bucket)
         specs = self.order.request.manifest.tensors
-        wrong = []
-        for index, sent in zip(bucket.complete, digest.unpack(packed.cpu()), strict=True):
-            name, tensor = specs[index].name, into.tensor(index)
-            peak = self._peak(index)
-            if digest.digest_tensor(tensor, peak) != sent:
+        wrong, peaks = [], [self._peak(index) for index in bucket.complete]
+        batch = digest.Batch(len(peaks), into.device)
+        for index, peak in zip(bucket.complete, peaks, strict=True):
+            batch.add(digest.as_bytes(into.tensor(index)), 0, peak)
+        sent_ones = digest.unpack(digests.cpu())
+        for index, peak, made, sent in zip(bucket.complete, peaks, batch.results(), sent_ones, strict=True):
+            name = specs[index].name
+            if made != sent:
                 wrong.append(name)
             elif peak is not None and peak.refused:
-                self._bad[name] = peak.describe(tensor) if len(self._bad) < _SHOWN else ""
+                self._bad[name] = peak.describe(into.tensor(index)) if len(self._bad) < _SHOWN else ""
             self.digests[index] = sent
         if wrong:
             raise DigestMismatch(

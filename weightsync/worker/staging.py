@@ -18,6 +18,7 @@ import torch
 
 from weightsync.errors import MemoryRefused, WeightSyncError
 from weightsync.protocol import Manifest
+from weightsync.transport.memory import huge_pages
 from weightsync.transport.packing import Bucket, BucketPlan
 from weightsync.worker.loadmap import LoadMap
 
@@ -122,12 +123,12 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
         MemoryRefused: it would not fit, or a bucket would not fit on the device where buckets land.
     """
     on_device = _on_device(plan.stream_bytes, stage, device)
-    bucket = min(plan.bucket_bytes, plan.stream_bytes)
+    two_buckets = min(2 * plan.bucket_bytes, plan.stream_bytes)  # one is moved while the next arrives
     if landing.type == "cuda" and not on_device:
-        require_room(bucket, landing, "a bucket takes", "Send smaller buckets (bucket_bytes)")
+        require_room(two_buckets, landing, "two buckets take", "Send smaller buckets (bucket_bytes)")
     where = device if on_device else torch.device("cpu")
     require_room(plan.stream_bytes, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
-    return torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
+    return huge_pages(torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where))
 
 
 def require_room(nbytes: int, where: torch.device, what: str, hint: str) -> None:

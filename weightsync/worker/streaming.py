@@ -48,7 +48,8 @@ class Passing:
     ) -> None:
         self._manifest, self._plan, self._device = manifest, plan, device
         self._deadline, self._cancelled, self._limit = deadline, cancelled, limit_bytes
-        self._bucket = torch.empty(min(plan.bucket_bytes, plan.stream_bytes), dtype=torch.uint8, device=device)
+        size = min(plan.bucket_bytes, plan.stream_bytes)
+        self._windows = [torch.empty(size, dtype=torch.uint8, device=device) for _ in plan.buckets[:2]]
         self._partial: dict[int, torch.Tensor] = {}
         self._whole: deque[tuple[int, torch.Tensor]] = deque()
         self._waiting_bytes = 0
@@ -60,20 +61,21 @@ class Passing:
     def device(self) -> torch.device:
         return self._device
 
-    # --- the receiving thread ------------------------------------------------------------------
+    # --- the receiving side: a bucket is landed in one thread while the next comes into another window ---
 
     def window(self, bucket: Bucket) -> torch.Tensor:
-        """Where a bucket lands, shape [its bytes], uint8; the next one lands in the same memory."""
-        return self._bucket[: bucket.nbytes]
+        """Where a bucket lands, shape [its bytes], uint8; the next one lands in other memory, and the one after that in the same."""
+        return self._windows[bucket.start // self._plan.bucket_bytes % 2][: bucket.nbytes]
 
     def landed(self, bucket: Bucket) -> None:
         """Take a bucket's pieces out of the window."""
+        window = self.window(bucket)
         for piece in bucket.pieces:
             whole = self._partial.get(piece.tensor)
             if whole is None:
                 nbytes = self._manifest.tensors[piece.tensor].nbytes
                 whole = self._partial[piece.tensor] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            run = self._bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
+            run = window[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
             whole[piece.tensor_offset : piece.tensor_offset + piece.nbytes].copy_(run)
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -136,6 +138,8 @@ class Passing:
                 self._whole.popleft()
                 self._waiting_bytes -= tensor.nbytes
                 self._changed.notify_all()
+            if tensor.is_cuda:  # let go of while the loader's stream reads it, its memory must not be given to a tensor that arrives
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
             return tensor
 
     def _wait(self, ready: Callable[[], bool]) -> None:

@@ -1,0 +1,289 @@
+"""An update's way from a trainer to a worker, beside a bare broadcast of the same bytes: one command, one JSON file, one table.
+
+    python -m benchmarks.transport [--transport gloo|nccl] [--shape qwen3-0.6b] [--gigabytes 1] [--bucket-mb 16,64]
+
+Two processes on this machine. In every round all ways take turns, so that what else the machine does meets each of
+them; a round is for one bucket size, and rounds of all sizes take turns too. `bare` is `torch.distributed.broadcast`
+from memory that lies ready into memory that lies ready, in pieces of a bucket's size, and `bare, whole` in one piece.
+Then the service's own sender and communicator: `packed` into a worker that lets buckets go, `staged` into the
+service's receiver with fresh memory for each update, `digests` with both sides' digests, `all` with the look at values
+as well, which is what an update does.
+
+NCCL takes two GPUs. `--one-gpu` puts both processes on one, for a look at whether it works: its rate says nothing.
+
+Not covered: several workers; a network between hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from weightsync.client.sender import Sender
+from weightsync.client.source import Offer, offer
+from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
+from weightsync.transport import digest
+from weightsync.transport.communicator import Communicator
+from weightsync.transport.packing import plan_buckets
+from weightsync.transport.rendezvous import host_store
+from weightsync.worker.receiver import Receiver
+
+WAYS = ("bare", "bare, whole", "packed", "staged", "digests", "all")
+#: Share of a bare broadcast in the same pieces that `all` must reach.
+GOALS = {"gloo": 0.6, "nccl": 0.9}
+_SECONDS = 120.0
+_RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense Qwen3: what is scaled is how many layers it has, and how many words."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    tied: bool
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 151_936
+
+    def tensors(self, gigabytes: float) -> list[tuple[int, ...]]:
+        """Shapes of about so many bytes of bf16, in the order of a checkpoint."""
+        qkv, wide = (self.heads * self.head_dim, self.kv_heads * self.head_dim), (self.intermediate, self.hidden)
+        small = [(self.hidden,), (self.hidden,), (self.head_dim,), (self.head_dim,)]
+        layer = [(qkv[0], self.hidden), (qkv[1], self.hidden), (qkv[1], self.hidden), (self.hidden, qkv[0]), wide, wide, wide[::-1], *small]
+        embeddings = 1 if self.tied else 2
+        elements = self.layers * sum(map(_count, layer)) + embeddings * self.vocabulary * self.hidden
+        share = gigabytes * 1e9 / 2 / elements
+        table = (max(1, int(self.vocabulary * share)), self.hidden)
+        return [table] * embeddings + layer * max(1, round(self.layers * share)) + [(self.hidden,)]
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, tied=True),
+    "qwen3-8b": Shape(4096, 12288, 36, 32, tied=False),
+}
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+class Side:
+    """One of the two processes.
+
+    Args:
+        rank: 0 is the trainer.
+        given: the command's options.
+        info: where the service's communicator meets.
+    """
+
+    def __init__(self, rank: int, given: argparse.Namespace, info: CommunicatorInfo) -> None:
+        self.rank, self._info = rank, info
+        cuda = given.transport == "nccl"
+        self.device = torch.device("cuda", 0 if given.one_gpu else rank) if cuda else torch.device("cpu")
+        store = dist.PrefixStore("bare", dist.TCPStore(info.host, info.port, is_master=False))
+        dist.init_process_group(given.transport, store=store, rank=rank, world_size=2, device_id=self.device if cuda else None)
+        self.communicator = Communicator(info, rank, self.device, _SECONDS, _SECONDS)
+        shapes = SHAPES[given.shape].tensors(given.gigabytes)
+        values = torch.randn(sum(map(_count, shapes)), device=self.device, dtype=torch.bfloat16)
+        parts = values.split([_count(shape) for shape in shapes])
+        # The tensors of the model are views of what `bare` sends.
+        self.offer: Offer = offer((f"t{index}", part.view(shape)) for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)))
+        self.nbytes, self.flat = values.nbytes, values.view(torch.uint8)
+        self.parts: dict[str, float] = {}  # seconds by part, of the service's update that was timed last
+
+    def time(self, way: str, bucket_bytes: int) -> tuple[float, float, float]:
+        """One way, once: when it began and ended here, and the seconds of CPU that this process used."""
+        with self._prepared(way, bucket_bytes) as go:
+            self._meet()
+            began, used = time.monotonic(), time.process_time()
+            go()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return began, time.monotonic(), time.process_time() - used
+
+    def _meet(self) -> None:
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def _prepared(self, way: str, bucket_bytes: int) -> Iterator[Callable[[], None]]:
+        if way.startswith("bare"):
+            size = self.nbytes if way == "bare, whole" else bucket_bytes
+            yield lambda: self._bare(size)
+            return
+        blind = way in ("packed", "staged")
+        with patch.object(digest, "digest_bytes", lambda *_: digest.ZERO) if blind else contextlib.nullcontext():
+            if self.rank == 0:
+                yield lambda: self._send(bucket_bytes)
+            elif way == "packed":
+                yield lambda: self._let_go(bucket_bytes)
+            else:
+                yield self._receiver(bucket_bytes, way != "all")
+
+    def _bare(self, size: int) -> None:
+        for piece in self.flat.split(size):
+            dist.broadcast(piece, 0)
+
+    def _send(self, bucket_bytes: int) -> None:
+        sender = Sender(self.offer, plan_buckets(self.offer.manifest, bucket_bytes), None)
+        sender.send(self.communicator, time.monotonic() + _SECONDS, lambda: False, lambda: None)
+        self.parts = sender.seconds
+
+    def _let_go(self, bucket_bytes: int) -> None:
+        """Receive into the same memory over and over."""
+        until = time.monotonic() + _SECONDS
+        for bucket in plan_buckets(self.offer.manifest, bucket_bytes).buckets:
+            self.communicator.broadcast(self.flat[: bucket.nbytes], until)
+            if bucket.complete:
+                self.communicator.broadcast(torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=self.device), until)
+
+    def _receiver(self, bucket_bytes: int, allow_nonfinite: bool) -> Callable[[], None]:
+        plan = plan_buckets(self.offer.manifest, bucket_bytes)
+        request = UpdateRequest(
+            "u", "t", 1, self.offer.manifest, plan.bucket_bytes, plan.hash, _SECONDS,
+            self.offer.transport, torch.__version__, allow_nonfinite=allow_nonfinite,
+        )  # fmt: skip
+        stage = "gpu" if self.device.type == "cuda" else "host"
+        order = BeginOrder(request, self._info, 0, 1, _SECONDS, stage=stage)
+        receiver = Receiver(order, 0, self.device, self.device, lambda: self.communicator)
+
+        def receive() -> None:
+            receiver.start()
+            receiver._thread.join(_SECONDS)
+            assert receiver.ready and receiver.error is None, receiver.error
+            self.parts = receiver.seconds
+            receiver.discard()
+
+        return receive
+
+
+def run(rank: int, given: argparse.Namespace, info: CommunicatorInfo, results: Any) -> None:
+    """Body of a process."""
+    if given.transport == "nccl" and given.one_gpu:
+        os.environ |= {"NCCL_HOSTID": f"process-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    elif given.transport == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    side = Side(rank, given, info)
+    taken: dict[tuple[int, str], list[Any]] = {}
+    for number in range(given.warm_up + given.repeats):
+        for mb in given.bucket_mb:
+            for way in WAYS:
+                one = side.time(way, mb << 20)
+                if number >= given.warm_up:
+                    taken.setdefault((mb, way), []).append((*one, dict(side.parts)))
+    name = torch.cuda.get_device_name(side.device) if side.device.type == "cuda" else platform.processor() or platform.machine()
+    results.put((rank, taken, side.nbytes, len(side.offer.manifest.tensors), name, torch.get_num_threads()))
+    side.communicator.close()
+    dist.destroy_process_group()
+
+
+def measure(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of the table, and what was sent on what."""
+    store = host_store("127.0.0.1", _SECONDS)
+    info = CommunicatorInfo("127.0.0.1", store.port, 1, 2, {"0": 1}, given.transport)
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=run, args=(rank, given, info, results), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    threading.Thread(target=_watch, args=(processes, results), daemon=True).start()
+    found = [results.get() for _ in processes]
+    if None in found:
+        raise SystemExit("a process ended before it had measured")
+    found.sort()
+    for process in processes:
+        process.join(_SECONDS)
+    (_, trainer, nbytes, tensors, name, threads), worker = found[0], found[1][1]
+    rows = []
+    for (mb, way), ones in trainer.items():
+        others = worker[mb, way]
+        rates = [nbytes / (max(one[1], other[1]) - one[0]) / 1e9 for one, other in zip(ones, others, strict=True)]
+        row = {"bucket_mb": mb, "way": way, "gigabytes_per_second": _spread(rates)}
+        row["cpu_seconds"] = [round(statistics.median(one[2] for one in side), 3) for side in (ones, others)]
+        if way == "all":
+            row["seconds"] = {"trainer": ones[-1][3], "worker": others[-1][3]}
+        rows.append(row)
+    return rows, {"device": name, "bytes": nbytes, "tensors": tensors, "threads": threads}
+
+
+def _watch(processes: list[Any], results: Any) -> None:
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            results.put(None)
+
+
+def _spread(rates: list[float]) -> dict[str, float]:
+    low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
+    return {"median": round(statistics.median(rates), 2), "quarter": round(low, 2), "three_quarters": round(high, 2)}
+
+
+def shares(rows: list[dict[str, Any]]) -> None:
+    """Write into each row what it is of a bare broadcast in the same pieces: the median over rounds would hide nothing of either."""
+    bare = {row["bucket_mb"]: row["gigabytes_per_second"]["median"] for row in rows if row["way"] == "bare"}
+    for row in rows:
+        row["of_bare"] = round(row["gigabytes_per_second"]["median"] / bare[row["bucket_mb"]], 2)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows, for reading."""
+    lines = ["| bucket | way | GB/s | middle half | of bare | CPU s: trainer, worker |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        rate, cpu = row["gigabytes_per_second"], row["cpu_seconds"]
+        rates = f"{rate['median']:.2f} | {rate['quarter']:.2f} to {rate['three_quarters']:.2f}"
+        lines.append(f"| {row['bucket_mb']} MiB | {row['way']} | {rates} | {row['of_bare']:.0%} | {cpu[0]:.2f}, {cpu[1]:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, write the file, print the table; the exit status says whether the goal was reached with one of the bucket sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--transport", choices=sorted(GOALS), default="gloo")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--bucket-mb", type=lambda text: [int(part) for part in text.split(",")], default=[16, 64, 256])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads in each process; 0 leaves them")
+    parser.add_argument("--one-gpu", action="store_true")
+    given = parser.parse_args()
+    before = os.getloadavg()[0]
+    rows, facts = measure(given)
+    shares(rows)
+    reached = max(row["of_bare"] for row in rows if row["way"] == "all") >= GOALS[given.transport]
+    result = {
+        **facts, "transport": given.transport, "shape": given.shape, "one_gpu": given.one_gpu, "repeats": given.repeats,
+        "cores": os.cpu_count(), "load": [round(before, 1), round(os.getloadavg()[0], 1)],
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "goal": {"of_bare": GOALS[given.transport], "reached": reached}, "rows": rows,
+    }  # fmt: skip
+    _RESULTS.mkdir(exist_ok=True)
+    (_RESULTS / f"transport-{given.transport}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(table(rows))
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""A thread beside the one that broadcasts: a trainer packs the next bucket in it, a worker checks the last.
+
+What ends one of the two threads ends the other: an error of a job is raised where its
+result is waited for and calls off the broadcast that is under way; a broadcasting thread
+that leaves waits for the job that runs. Of two errors the first is raised.
+
+On CUDA each of the two has a stream of its own, which begins behind what the thread that
+owns the tensors had asked for. A job is done when its stream has done it, so whoever is
+told so may use what it made on any stream.
+
+Not covered: a job that never returns (a gather whose peers are gone) is left behind at the
+deadline, and its thread ends when it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from weightsync.errors import Aborted, DeadlineExceeded
+
+#: How often a wait looks whether the update was cancelled, seconds.
+_LOOK_SECONDS = 0.05
+#: How long leaving waits for a job that runs, seconds.
+_LEAVE_SECONDS = 5.0
+
+Made = TypeVar("Made")
+
+
+class Job(Generic[Made]):
+    """Something that is done in the other thread."""
+
+    def __init__(self, work: Callable[[], Made]) -> None:
+        self.work = work
+        self.made: Made
+        self.done = threading.Event()
+
+
+class Beside:
+    """The other thread; a context, in the thread that broadcasts.
+
+    Args:
+        name: of the thread.
+        device: what jobs work on.
+        behind: from `now`; the jobs' stream begins behind it.
+        deadline: `time.monotonic()` value; nobody waits longer for a job.
+        cancelled: whether the update was ended.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, behind: torch.cuda.Event | None, deadline: float, cancelled: Callable[[], bool]
+    ) -> None:
+        self._device, self._behind, self._deadline, self._cancelled = device, behind, deadline, cancelled
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        first = self._error  # the broadcast that was under way when a job failed has only been called off
+        self._jobs.put(None)
+        self._thread.join(_LEAVE_SECONDS)
+        self._error = None
+        if exc is not None and first is not None and exc is not first:
+            try:
+                raise first from exc
+            finally:
+                del first  # an error must not hold the frame that holds it
+
+    def submit(self, work: Callable[[], Made]) -> Job[Made]:
+        """Have this done, when `result` has had the one before."""
+        job = Job(work)
+        self._jobs.put(job)
+        return job
+
+    def result(self, job: Job[Made]) -> Made:
+        """What a job made; waits for it.
+
+        Raises:
+            BaseException: the first that a job raised.
+            Aborted, DeadlineExceeded: it was waited for in vain.
+        """
+        while not job.done.wait(_LOOK_SECONDS):
+            if self._cancelled():
+                raise Aborted("the update was aborted while its tensors were read or checked")
+            if time.monotonic() > self._deadline:
+                raise DeadlineExceeded("reading or checking tensors did not end before the update's deadline")
+        if self._error is not None:
+            raise self._error
+        return job.made
+
+    def ended(self) -> bool:
+        """Whether the update was cancelled, or a job has failed; for the broadcasts meanwhile."""
+        return self._error is not None or self._cancelled()
+
+    def _run(self) -> None:
+        with on_stream(self._device, self._behind):
+            while (job := self._jobs.get()) is not None:
+                try:
+                    job.made = job.work()
+                    settle(self._device)
+                except BaseException as exc:  # whatever it is, somebody waits
+                    self._error = exc
+                job.done.set()
+            with contextlib.suppress(RuntimeError):
+                settle(self._device)  # what a job that failed had begun still uses memory that is let go of now
+
+
+def now(device: torch.device) -> torch.cuda.Event | None:
+    """All that the calling thread has asked of a CUDA device so far."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def on_stream(device: torch.device, behind: torch.cuda.Event | None) -> contextlib.AbstractContextManager[object]:
+    """A stream of its own for the calling thread, behind what `now` gave; nothing on a CPU."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    if behind is not None:
+        stream.wait_event(behind)
+    return torch.cuda.stream(stream)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the calling thread's stream has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
