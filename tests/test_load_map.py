@@ -41,7 +41,7 @@ class Engine:
         self.tied = bool(self.config.model_config.hf_config.tie_word_embeddings)
         self.shapes = {name: spec.shape for name, spec in self.base.specs.items()}
 
-    def admit(self, shapes: Shapes, frozen: tuple[str, ...] = (), scope: tuple[str, ...] = (), alone: bool = True) -> Any:
+    def admit(self, shapes: Shapes, frozen: tuple[str, ...] = (), scope: tuple[str, ...] = (), alone: bool = True, last: Any = None) -> Any:
         """Offer tensors of these names and shapes, with the checkpoint's dtypes where it has the name."""
         from weightsync.worker import admission
 
@@ -51,7 +51,7 @@ class Engine:
 
         dtypes = {name: spec.dtype for name, spec in self.base.specs.items()}
         manifest = Manifest(tuple(TensorSpec(name, dtypes.get(name, "bfloat16"), shape) for name, shape in shapes.items()))
-        return admission.admit(manifest, self.base, make_twin, self.tied, admission.Frozen(frozen, self.base), scope, alone)
+        return admission.admit(manifest, self.base, make_twin, self.tied, admission.Frozen(frozen, self.base), scope, alone, last)
 
     def looking(self) -> Engine:
         """The same, of whose checkpoint the loaders pass over one tensor; so that a manifest of all others is looked at anew."""
@@ -485,6 +485,19 @@ def test_all_of_a_scope_is_admitted_and_fills_its_own_layers_alone(kind: str, sc
     assert found.part and found.layers == {path.rpartition(".")[0] for path in found.filled()}
     assert found.filled().items() <= target.base.filled().items()
     assert set(found.writes) == set(of(target, *scope)) & set(target.base.writes)
+
+
+def test_the_manifest_of_the_update_before_costs_no_other_look_at_the_loaders(engine: Any) -> None:
+    target, scope = engine("qwen3"), ("model.layers.1.*",)
+    first = target.admit(of(target, *scope), scope=scope)
+    looked = target.twins
+    again = target.admit({f"module.{name}": shape for name, shape in of(target, *scope).items()}, scope=scope, last=first)
+    assert target.twins == looked and again.filled() == first.filled() and again.part
+    assert again.name("module.model.layers.1.mlp.up_proj.weight") == "model.layers.1.mlp.up_proj.weight" and not first.names
+    with pytest.raises(ManifestRefused, match="outside of the scope"):
+        target.admit(of(target, *scope), scope=("model.layers.0.*",), last=first)
+    target.admit(of(target, "model.layers.0.*"), scope=("model.layers.0.*",), last=first)
+    assert target.twins == looked + 1
 
 
 def test_a_scope_of_everything_is_a_complete_update(engine: Any) -> None:

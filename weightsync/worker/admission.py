@@ -78,17 +78,19 @@ def admit(
     frozen: Frozen | None = None,
     scope: Sequence[str] = (),
     alone: bool = True,
+    last: LoadMap | None = None,
 ) -> LoadMap:
     """Decide whether a manifest is a complete set of weights for this engine, or of a scope of it.
 
     Args:
         manifest: what the trainer offers.
         base: the map of the checkpoint that the engine started from.
-        make_twin: builds a meta twin; called only when the manifest differs from `base`.
+        make_twin: builds a meta twin; called only when the manifest differs from `base` and `last`.
         tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
         frozen: what may be left out, layer by layer.
         scope: patterns of names that the update is about; everything when empty.
         alone: the engine has no other worker.
+        last: the map of the manifest before this one.
 
     Returns:
         The map of this manifest.
@@ -108,10 +110,13 @@ def admit(
         return dataclasses.replace(base, names=resolved.names)
     comparison = _Comparison(offered, base, {name: raw for raw, name in resolved.names.items()}, frozen or Frozen((), base), within)
     comparison.require_known_as_they_are()
-    try:
-        found = record(make_twin(), specs)
-    except ManifestRefused as exc:
-        raise comparison.refused_by_loader(exc) from exc
+    if last is not None and last.specs == offered:
+        found = dataclasses.replace(last)
+    else:
+        try:
+            found = record(make_twin(), specs)
+        except ManifestRefused as exc:
+            raise comparison.refused_by_loader(exc) from exc
     found.names, found.part = resolved.names, within is not None
     comparison.require_same_places(found, tied)
     return found

@@ -146,7 +146,7 @@ class Applier:
         if order.request.scope and (why := vllm_compat.whole_only(self.model)):
             raise ManifestRefused(f"no part of this model can be updated by itself: {why}", hint="Send a complete update, without a scope")
         twin, scope = (lambda: vllm_compat.meta_twin(self.vllm_config)), order.request.scope
-        self._map = admission.admit(order.request.manifest, self._base, twin, self._tied, self._frozen, scope, self._alone)
+        self._map = admission.admit(order.request.manifest, self._base, twin, self._tied, self._frozen, scope, self._alone, self._map)
         self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
             raise ManifestRefused(

@@ -4,6 +4,9 @@ A reload makes a layer anew, so that what nothing arrives for would start as in 
 one: a scope has all tensors of a layer, or none (all of q, k and v; all experts of a
 layer). An output head that is the embedding is in a scope with it, or neither is.
 
+Values that a first run of the model caches are computed anew for all of it, from the weights
+as they are: nobody can tell which of them such a value comes from.
+
 Not covered: a draft model beside the target, and adapters: no update reaches either. A draft
 layer or a merged adapter is a scope like others where the target's own loaders load it.
 """
