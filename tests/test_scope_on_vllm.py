@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "qwen3-tied": (("model.embed_tokens.*", "model.layers.1.mlp.*"), {"lm_head"}),
     "qwen3-moe": (("model.layers.1.mlp.experts.*",), set()),
     "int8-channel": (("model.layers.1.*",), set()),
-    "mla": (("model.layers.0.self_attn.*",), {"model.layers.0.self_attn.mla_attn"}),
+    "mla": (("model.layers.0.self_attn.*",), {"model.layers.0.self_attn.mla_attn.mla_attn"}),
 }
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mla",)]
 SECONDS = 200.0
