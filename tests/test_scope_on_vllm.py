@@ -103,7 +103,7 @@ def partial(
     follow = tuple(f"model.{layer}." for layer in {*layers, *derived})
     tensors = registered(state["model"])
     # A parameter may have several paths: an embedding that is the head, a norm that attention refers to.
-    filled = {tensor.data_ptr() for path, tensor in tensors.items() if path.rpartition(".")[0] in layers}
+    filled = {tensor.data_ptr() for path, tensor in tensors.items() if path.rpartition(".")[0] in {*layers, *derived}}
     outside = [path for path, tensor in tensors.items() if tensor.data_ptr() not in filled]
     changed = [path for path in outside if before["registered"][path] != after["registered"][path]]
     changed += [path for path in before["owned"] if not path.startswith(follow) and before["owned"][path] != after["owned"].get(path)]
