@@ -77,12 +77,16 @@ def send(offered: Offer, plan: BucketPlan, wire: Any, cancelled: Callable[[], bo
 
 @dataclass(frozen=True)
 class Way:
-    """How an update is made: `stage` and `retain` as in `BeginOrder`; how often it is applied; whether stored bytes are compared."""
+    """How an update is made: `stage` and `retain` as in `BeginOrder`; how often it is applied; its scope.
+
+    Stored bytes are looked at where it says `compared`.
+    """
 
     stage: str = "auto"
     retain: bool = False
     tries: int = 2
     compared: bool = False
+    scope: tuple[str, ...] = ()
 
 
 STAGED = Way()
@@ -105,6 +109,7 @@ class Bench:
         self._stored, self.applier._stored = self.applier._stored, None  # what it compares with; only where a way says so
         self.model = self.applier.model
         self._store, self._generation, self._updates = dist.HashStore(), 1, 0
+        self.held = ""  # the update that counts
         self._wire: Communicator | None = None
         self._staging: list[StorageWeakRef] = []
         self.structure = structure(self.model)
@@ -124,8 +129,10 @@ class Bench:
         """Ask the worker to take an update, with an eye on the memory that it takes for the bytes."""
         self._updates += 1
         update = f"u-{self._updates}"
-        request = UpdateRequest(update, "trainer", self._updates, offered.manifest, BUCKET, plan.hash, SECONDS, "gloo", torch.__version__)
-        order = BeginOrder(request, self._info, 0, 1, SECONDS, stage=way.stage, retain=way.retain)
+        meeting = ("trainer", self._updates, offered.manifest, BUCKET, plan.hash, SECONDS, "gloo", torch.__version__)
+        request = UpdateRequest(update, *meeting, scope=way.scope)
+        base = (self._updates - 1, self.held) if way.scope else (None, "")
+        order = BeginOrder(request, self._info, 0, 1, SECONDS, "", way.stage, way.retain, *base)
         made: list[torch.Tensor] = []
         empty = torch.empty
         # What is not staged waits for its loader after few bytes, as large models do.
@@ -159,6 +166,7 @@ class Bench:
             with fault.worker(self, tensors), patch.object(self.applier, "_stored", self._stored if way.compared else None):
                 asyncio.run(transaction.bring())
             self.call("keep", update)
+            self.held = update
         except WeightSyncError as exc:
             error = exc
         at = str(transaction.phase)

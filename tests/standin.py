@@ -8,7 +8,7 @@ was given back, and crash or return somebody else's values, the stand-in says so
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,10 +122,10 @@ class Warm:
             load(self.model, weights)
             self._layerwise.finalize_layerwise_reload(self.model, self.config.model_config)
 
-    def ours(self, weights: Mapping[str, torch.Tensor]) -> Adoption:
-        """A worker's reload, and its repair."""
+    def ours(self, weights: Mapping[str, torch.Tensor], layers: Collection[str] | None = None) -> Adoption:
+        """A worker's reload, of some layers or of all, and its repair."""
         self._fresh.restore_loaders(self.model)
-        with self._compat.Reload(self.model, self.config, self._fresh) as reload:
+        with self._compat.Reload(self.model, self.config, self._fresh, layers) as reload:
             load(self.model, weights)
             reload.finish()
         self._lazies.reset()

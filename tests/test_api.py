@@ -39,6 +39,8 @@ GUARDED = [
     ("POST", "/v1/updates"),
     ("POST", "/v1/updates/u-1/commit"),
     ("POST", "/v1/updates/u-1/abort"),
+    ("POST", "/v1/sleep"),
+    ("POST", "/v1/wake"),
 ]
 each_guarded = pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{method} {path}" for method, path in GUARDED])
 
@@ -255,6 +257,8 @@ CASES = [
     ((engine(0), engine(1, EngineState.DEAD, 3)), 3, 2, False, ("too_few_engines_ready", "engine_dead")),
     ((engine(0), engine(1, EngineState.QUARANTINED, None)), 3, 1, True, ("engine_quarantined",)),
     ((engine(0), engine(1, EngineState.SERVING, 2)), 3, 1, True, ("engine_behind",)),
+    ((engine(0), engine(1, EngineState.ASLEEP, 3)), 3, 1, True, ("engine_asleep",)),
+    ((engine(0, EngineState.ASLEEP, None),), 3, 1, False, ("too_few_engines_ready", "engine_asleep")),
     ((engine(0, EngineState.UPDATING, 3),), 3, 1, False, ("too_few_engines_ready",)),
     ((engine(0, EngineState.SERVING, 0),), 0, 1, True, ()),
 ]
@@ -284,6 +288,8 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert (begun.status_code, begun.json()) == (201, {"method": "begin"})
     assert client.post("/v1/updates/u-1/commit", json={"timeout_seconds": 12.5}).json() == {"method": "commit"}
     assert client.post("/v1/updates/u-1/abort", json={"reason": "skipped"}).json() == {"method": "abort"}
+    assert client.post("/v1/sleep", json={"level": 2, "engines": [1], "timeout_seconds": 9}).json() == {"method": "rest"}
+    assert client.post("/v1/wake", json={}).json() == {"method": "rest"}
     assert [call[:-1] for call in controller.calls] == [
         ("status",),
         ("status",),
@@ -292,6 +298,8 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("begin", {"update_id": "u-1", "größe": [1]}),
         ("commit", "u-1", 12.5),
         ("abort", "u-1", "skipped"),
+        ("rest", [1], 2, 9.0),
+        ("rest", [], 0, 300.0),
     ]
     assert all(call[-1] > 0 for call in controller.calls)
     # The controller's own deadline comes first, so that its answer gets out.
@@ -382,6 +390,10 @@ def test_deeply_nested_json_is_refused(client: TestClient, controller: Controlle
         ("/v1/updates/u-1/abort", {"reason": "x" * 301}),
         ("/v1/updates/u-1/abort", {"reason": 1}),
         ("/v1/updates/u-1/abort", {"why": "x"}),
+        ("/v1/sleep", {"level": 0}),
+        ("/v1/sleep", {"level": 3}),
+        ("/v1/wake", {"level": 1}),
+        ("/v1/wake", {"engines": "all"}),
     ],
 )
 def test_a_field_that_is_not_valid_is_named(client: TestClient, controller: Controller, path: str, body: Any) -> None:

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from tests.workers import NAMES, Worker, weights, without_vllm
-from weightsync.errors import ManifestRefused, WeightSyncError
+from weightsync.errors import (
+    BaseRefused,
+    ManifestRefused,
+    MemoryRefused,
+    Refused,
+    UpdateConflict,
+    VerdictNotOk,
+    WeightSyncError,
+)
+from weightsync.worker import applier, loading
 
 BODY, TOWER = NAMES
 
@@ -99,7 +108,7 @@ def test_bytes_are_let_go_of_when_the_update_counts(workers: int, retain: bool) 
     worker = Worker(workers=workers, retain=retain)
     update = worker.update(weights(1))
     assert worker.applier._receiver is not None and worker.applier._receiver.into is None
-    assert (worker.applier._retained is not None) is retain
+    assert (worker.applier._held.kept is not None) is retain
     update, _ = worker.apply(weights(2))
     worker.applier.verify(update)
     worker.applier.abort(update)
@@ -178,3 +187,240 @@ def test_what_the_update_before_left_out_can_not_be_brought_back() -> None:
     worker.applier.abort(update)
     worker.update(weights(3))
     assert worker.model.values() == {BODY: 3, TOWER: 3}
+
+
+# --- partial updates -------------------------------------------------------------------------------
+
+WITHIN = ("body.*",)
+
+
+def tower(value: float) -> dict[str, torch.Tensor]:
+    return {TOWER: weights(value)[TOWER]}
+
+
+def test_a_partial_update_brings_what_is_in_its_scope_and_leaves_the_rest() -> None:
+    worker = Worker()
+    worker.update(weights(1))
+    worker.update(body(2), WITHIN)
+    worker.update(tower(3), ("tower.*",))
+    assert worker.model.values() == {BODY: 2, TOWER: 3}
+
+
+def test_what_is_outside_of_the_scope_or_missing_in_it_is_refused() -> None:
+    worker = Worker()
+    worker.update(weights(1))
+    with pytest.raises(ManifestRefused, match=r"1 outside of the scope: tower\.weight") as caught:
+        worker.update(weights(2), WITHIN)
+    assert caught.value.names == (TOWER,)
+    with pytest.raises(ManifestRefused, match=r"1 outside of the scope: tower\.weight; 1 missing: body\.weight"):
+        worker.update(tower(2), WITHIN)
+    with pytest.raises(ManifestRefused, match=r"^1 missing: tower\.weight"):
+        worker.update(body(2), ("body.*", "tow*"))
+    assert worker.model.values() == {BODY: 1, TOWER: 1}
+
+
+def test_a_partial_update_is_taken_on_its_base_and_on_no_other() -> None:
+    worker = Worker(retain=False)
+    with pytest.raises(BaseRefused, match=r"builds on version 0 \(update u9\), and this worker holds no proved update"):
+        worker.begin(body(1), WITHIN, base="u9")
+    first = worker.update(weights(1))
+    with pytest.raises(BaseRefused, match=rf"\(update u9\), and this worker holds update {first}"):
+        worker.begin(body(2), WITHIN, base="u9")
+    second = worker.update(body(2), WITHIN)
+    with pytest.raises(BaseRefused, match=f"this worker holds update {second}"):
+        worker.begin(body(3), WITHIN, base=first)
+    assert worker.model.values() == {BODY: 2, TOWER: 1}
+
+
+def test_behind_an_update_that_failed_nothing_partial_is_taken_until_a_complete_one_is_proved() -> None:
+    worker = Worker(retain=False)
+    first = worker.update(weights(1))
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(2))
+    assert report.wrote
+    worker.applier.abort(update)
+    with pytest.raises(BaseRefused, match="holds no proved update"):
+        worker.begin(body(3), WITHIN, base=first)
+    worker.update(weights(4))
+    worker.update(body(5), WITHIN)
+    assert worker.model.values() == {BODY: 5, TOWER: 4}
+
+
+def test_a_base_that_was_lost_since_the_update_began_is_seen_before_the_first_write() -> None:
+    worker = Worker(retain=False)
+    worker.update(weights(1))
+    update = worker.begin(body(2), WITHIN)
+    worker.applier._held.lose()
+    with pytest.raises(BaseRefused):
+        worker.applier.apply(update)
+    assert not worker.applier.wrote and worker.model.values() == {BODY: 1, TOWER: 1}
+
+
+def test_a_partial_update_that_fails_once_is_applied_again() -> None:
+    worker = Worker()
+    worker.update(weights(1))
+    worker.model.fail_behind = [0]
+    update, report = worker.apply(body(2), WITHIN)
+    assert report.wrote and report.error is not None
+    assert worker.applier.apply(update).state == "applied"
+    assert worker.applier.verify(update).state == "verified"
+    assert worker.model.values() == {BODY: 2, TOWER: 1}
+
+
+@pytest.mark.parametrize("fails", [weights(9), body(9)], ids=["complete", "partial"])
+def test_a_worker_goes_back_to_all_partial_updates_that_counted(fails: dict[str, torch.Tensor]) -> None:
+    worker = Worker()
+    worker.update(weights(1))
+    worker.update(body(2), WITHIN)
+    kept = worker.applier._held.kept
+    worker.update(tower(3), ("tower.*",))
+    assert kept is not None and worker.applier._held.kept is kept, "the kept bytes take the new ones in"
+    worker.guard.fail = [True]
+    update, report = worker.apply(fails, WITHIN if len(fails) == 1 else ())
+    assert worker.applier.verify(update).state == "failed" and report.wrote
+    assert worker.go_back(update).state == "rolled_back"
+    assert worker.model.values() == {BODY: 2, TOWER: 3}
+    worker.update(body(4), WITHIN)
+    assert worker.model.values() == {BODY: 4, TOWER: 3}
+
+
+def test_what_can_not_be_merged_is_not_gone_back_to() -> None:
+    """The kept update left out what a partial one brought: together they would be no one version."""
+    worker = Worker(frozen=["tower.*"])
+    worker.update(body(1))
+    worker.update(tower(2), ("tower.*",))
+    assert worker.applier._held.kept is None
+    worker.model.fail_behind = [0]
+    update, _ = worker.apply(body(3), WITHIN)
+    with pytest.raises(WeightSyncError, match="no earlier update is kept"):
+        worker.go_back(update)
+    assert worker.applier.wrote
+
+
+def test_frozen_tensors_may_be_left_out_of_a_scope_that_has_them() -> None:
+    worker = Worker(frozen=["tower.*"])
+    worker.update(weights(1))
+    with pytest.raises(ManifestRefused, match=r"missing: tower\.weight \(frozen, but sent before"):
+        worker.update(body(2), ("*",))
+    worker.update(body(2), WITHIN)  # outside of the scope nobody asks for it
+    worker = Worker(frozen=["tower.*"])
+    worker.update(body(1))
+    worker.update(body(2), ("*",))
+    assert worker.model.values() == {BODY: 2, TOWER: 0}
+
+
+def test_a_model_with_a_hook_over_all_its_layers_takes_complete_updates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    worker.update(weights(1))
+    monkeypatch.setattr(applier.vllm_compat, "whole_only", lambda model: "Odd has a hook")
+    with pytest.raises(ManifestRefused, match="no part of this model can be updated by itself: Odd has a hook"):
+        worker.update(body(2), WITHIN)
+    worker.update(weights(2))
+
+
+# --- sleep -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper() -> Worker:
+    """A worker with a constant beside its weights, all in the memory that a sleep gives back."""
+    worker = Worker()
+    worker.model.register_buffer("table", torch.arange(4.0), persistent=False)
+    worker.applier._seal = loading.registered_places(worker.model)
+    worker.memory.hold(*worker.model.parameters(), *worker.model.buffers())
+    return worker
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_while_asleep_is_refused_and_nothing_is_touched(level: int, sleeper: Worker) -> None:
+    sleeper.update(weights(1))
+    assert sleeper.applier.fall_asleep(level).error is None
+    sleeper.memory.sleep(level)
+    with pytest.raises(Refused, match="this engine is asleep"):
+        sleeper.begin(weights(2))
+    with pytest.raises(Refused, match="asleep"):
+        sleeper.applier.fall_asleep(1)
+    if level == 2:
+        with pytest.raises(Refused, match="has not come back"):
+            sleeper.applier.woken()
+        sleeper.memory.gone = False  # the weights' memory first, and the KV cache's behind it
+        assert sleeper.applier.woken().checks == {"constants_restored": 1}
+    with pytest.raises(Refused, match="this engine is asleep"):
+        sleeper.begin(weights(2))
+    assert sleeper.applier.report().state == "verified"
+
+
+def test_a_sleep_behind_the_beginning_of_an_update_is_seen_before_the_first_write(sleeper: Worker) -> None:
+    sleeper.update(weights(1))
+    update = sleeper.begin(weights(2))
+    with pytest.raises(UpdateConflict, match="an update is under way"):
+        sleeper.applier.fall_asleep(1)
+    sleeper.memory.sleep(1)  # somebody else's
+    with pytest.raises(Refused, match="asleep"):
+        sleeper.applier.apply(update)
+    assert not sleeper.applier.wrote
+    sleeper.memory.wake()
+    assert sleeper.applier.apply(update).state == "applied"
+
+
+def test_behind_a_light_sleep_all_is_as_it_was(sleeper: Worker) -> None:
+    sleeper.update(weights(1))
+    assert sleeper.applier.fall_asleep(1).checks == {}
+    sleeper.memory.sleep(1)
+    sleeper.memory.wake()
+    assert sleeper.applier.woken().checks == {}
+    sleeper.update(body(2), WITHIN)
+    assert sleeper.model.values() == {BODY: 2, TOWER: 1}
+
+
+def test_behind_a_deep_sleep_constants_are_there_and_weights_come_with_the_next_complete_update(sleeper: Worker) -> None:
+    first = sleeper.update(weights(1))
+    assert sleeper.applier.fall_asleep(2).checks == {"constants": 1, "constant_bytes": 16}
+    sleeper.memory.sleep(2)
+    sleeper.memory.wake()
+    table = sleeper.model.get_buffer("table")
+    assert table.tolist() == [-77.0] * 4 and sleeper.model.values() == {BODY: -77, TOWER: -77}
+    assert sleeper.applier.woken().checks == {"constants_restored": 1}
+    assert table.tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(BaseRefused, match="holds no proved update"):
+        sleeper.begin(body(2), WITHIN, base=first)
+    table.fill_(5)  # whoever ran meanwhile
+    update, report = sleeper.apply(weights(3))
+    assert report.checks["constants_restored"] == 1 and table.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert sleeper.applier.verify(update).state == "verified"
+    table.fill_(6)
+    sleeper.update(weights(4))
+    assert table.tolist() == [6.0] * 4, "what was put aside is owed once"
+
+
+def test_frozen_layers_are_put_aside_too_since_no_update_need_bring_them() -> None:
+    worker = Worker(frozen=["tower.*"])
+    worker.memory.hold(*worker.model.parameters())
+    worker.update(body(1))
+    assert worker.applier.fall_asleep(2).checks["constants"] == 1
+    worker.memory.sleep(2)
+    worker.memory.wake()
+    worker.applier.woken()
+    worker.update(body(2))
+    assert worker.model.values() == {BODY: 2, TOWER: 0}
+
+
+def test_a_constant_that_does_not_come_back_fails_the_update_before_it_writes(sleeper: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper.update(weights(1))
+    sleeper.applier.fall_asleep(2)
+    sleeper.memory.sleep(2)
+    sleeper.memory.wake()
+    monkeypatch.setattr(sleeper.memory, "write", lambda address, data: None)
+    with pytest.raises(VerdictNotOk, match=r"1 constant\(s\) did not come back after a sleep: 16 bytes at 0x"):
+        sleeper.applier.woken()
+    update = sleeper.begin(weights(2))
+    with pytest.raises(VerdictNotOk, match=r"1 constant\(s\) did not come back"):
+        sleeper.applier.apply(update)
+    assert not sleeper.applier.wrote
+
+
+def test_a_host_without_room_for_what_would_be_lost_refuses_the_deep_sleep(sleeper: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.worker.staging.free_bytes", lambda where: 10)
+    with pytest.raises(MemoryRefused, match="what a sleep of level 2 would lose takes 16 bytes"):
+        sleeper.applier.fall_asleep(2)
+    assert sleeper.applier.fall_asleep(1).checks == {}

@@ -13,7 +13,7 @@ import pytest
 from weightsync import config
 from weightsync.config import Settings, load
 from weightsync.errors import ConfigError
-from weightsync.fleet.engine_actor import engine_options
+from weightsync.fleet.placement import engine_options
 from weightsync.fleet.vllm_api import engine_arguments, worker_arguments
 
 SECRET = "hunter2-do-not-print"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Roster:
     def __init__(self, controller: Controller) -> None:
         self._ledger, self.begun, self.gate = controller._ledger, dict[int, str](), asyncio.Event()
         self.gate.set()
+        self.rested: list[tuple[list[int], int]] = []
         self.place: Place | None = None  # of every worker
 
     async def refresh(self) -> None:
@@ -45,6 +47,9 @@ class Roster:
 
     async def abort(self, update_id: str) -> None:
         self.begun = {ordinal: held for ordinal, held in self.begun.items() if held != update_id}
+
+    async def rest(self, engines: list[int], level: int, timeout_seconds: float) -> None:
+        self.rested.append((engines, level))
 
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
         raise NotImplementedError
@@ -115,5 +120,43 @@ def test_a_new_controller_ends_what_an_earlier_one_had_admitted(tmp_path: Path) 
         assert "value" in await controller.begin(begin())
         await asyncio.sleep(0.05)
         assert roster.begun == {0: "u1", 1: "u1"}
+
+    drive(tmp_path, scenario)
+
+
+def test_engines_neither_sleep_nor_wake_while_an_update_is_under_way(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        assert "value" in await controller.begin(begin())
+        for level in (0, 1, 2):
+            refused = (await controller.rest([0], level, 5.0))["error"]
+            assert refused["code"] == "update_conflict" and refused["message"].startswith("update u1 is under way")
+        assert roster.rested == []
+        await controller.abort("u1", "skipped")
+        assert "committed_version" in (await controller.rest([0], 2, 5.0))["value"]
+        assert roster.rested == [([0], 2)]
+
+    drive(tmp_path, scenario)
+
+
+def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        orders: list[BeginOrder] = []
+        stock = roster.begin
+
+        async def begin_noting(order: BeginOrder) -> None:
+            orders.append(order)
+            await stock(order)
+
+        roster.begin = begin_noting  # type: ignore[method-assign]
+        asked = begin("u2", 6) | {"scope": ["w"], "base_version": None}
+        assert (await controller.begin(asked))["error"]["code"] == "base_refused"
+
+        async def refresh() -> None:
+            for ordinal in range(2):
+                controller._ledger.see(replace(engine(ordinal, 5), update_id="u1"))
+
+        roster.refresh = refresh  # type: ignore[method-assign]
+        assert "value" in await controller.begin(asked)
+        assert {(order.base_version, order.base_update, order.request.scope) for order in orders} == {(5, "u1", ("w",))}
 
     drive(tmp_path, scenario)

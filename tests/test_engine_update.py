@@ -58,7 +58,9 @@ class Core:
         self.stamped = version
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        assert not self.running or method in ("weightsync_keep", "weightsync_abort"), "weights are written below requests"
+        assert not self.running or method in ("weightsync_begin", "weightsync_keep", "weightsync_abort"), (
+            "weights are written below requests"
+        )
         return [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]
 
     def _one(self, worker: Worker, method: str, *args: Any) -> dict[str, Any]:

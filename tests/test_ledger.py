@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.errors import Aborted, ApplyFailed, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.errors import (
+    Aborted,
+    ApplyFailed,
+    BaseRefused,
+    EngineDied,
+    NoEngineReady,
+    Refused,
+    UpdateConflict,
+    VersionRefused,
+    WeightSyncError,
+)
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.protocol import CommunicatorInfo, EngineState, EngineStatus, EngineVerdict, Manifest, TensorSpec, UpdateRequest, UpdateState
 
@@ -460,3 +470,130 @@ def test_what_engines_say_of_updates_that_nobody_remembers_is_taken_as_it_is() -
         assert not ledger.came_late(replace(engine(1, 9), update_id=update_id))
     update = ledger.admit(request("now", 6), 0.0)
     assert not ledger.came_late(replace(engine(1, 6), update_id=update.request.update_id)), "it has not ended"
+
+
+# --- partial updates ----------------------------------------------------------------------------
+
+
+def partial(update_id: str, version: int, base: int | None = None) -> UpdateRequest:
+    return replace(request(update_id, version), scope=("w",), base_version=base)
+
+
+def test_a_partial_update_builds_on_the_committed_version_and_makes_a_new_one() -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    update = ledger.admit(partial("u2", 6), 0.0)
+    assert (update.engines, update.base_version, update.base_update, update.left_out) == ((0, 1), 5, "u1", ())
+    assert apply(ledger, update, True, True)
+    assert (ledger.committed_version, ledger.ready) == (6, 2)
+    assert ledger.admit(partial("u3", 7, base=6), 0.0).base_update == "u2"
+
+
+def test_a_complete_update_has_no_base() -> None:
+    ledger = fleet()
+    update = ledger.admit(request("u1", 5), 0.0)
+    assert (update.base_version, update.base_update) == (None, "")
+
+
+def test_without_a_committed_version_there_is_nothing_to_build_on() -> None:
+    with pytest.raises(BaseRefused, match="builds on a committed version, and the fleet holds no committed version") as caught:
+        fleet().admit(partial("u1", 1), 0.0)
+    assert "complete update" in caught.value.hint and not caught.value.retryable
+    with pytest.raises(BaseRefused, match="builds on version 4, and the fleet holds no committed version"):
+        fleet().admit(partial("u1", 5, base=4), 0.0)
+
+
+@pytest.mark.parametrize("base", [4, 6])
+def test_another_base_than_the_fleets_is_refused_and_both_are_named(base: int) -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    with pytest.raises(BaseRefused, match=f"builds on version {base}, and the fleet holds version 5"):
+        ledger.admit(partial("u2", 7, base=base), 0.0)
+    assert ledger.get("u2") is None and ledger.current is None
+
+
+def test_an_engine_that_missed_the_base_needs_a_complete_update() -> None:
+    ledger = fleet(engines=3, require=2)
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True, False)
+    update = ledger.admit(partial("u2", 6), 0.0)
+    assert update.engines == (0, 1)
+    assert apply(ledger, update, True, True), "the call goes on without it"
+    left = ledger.list()[0].status.verdicts[2]
+    assert (left.engine, left.committed, left.state, left.version) == (2, False, EngineState.QUARANTINED, None)
+    assert left.error is not None and left.error["code"] == "base_refused"
+    assert "engine 2 is quarantined with no version, and the update builds on version 5 (update u1)" in left.error["message"]
+    assert ledger.engines[2].state == EngineState.QUARANTINED, "it is left as it is"
+    assert ledger.admit(request("u3", 7), 0.0).engines == (0, 1, 2)
+
+
+HELD = {
+    "an older version": engine(1, 4),
+    "nothing": engine(1),
+    "quarantined": engine(1, None, EngineState.QUARANTINED),
+    "the same version by another update": replace(engine(1, 5), update_id="other"),
+    "the same version of before a rewind": replace(engine(1, 5), update_id="u1", rewinds=-1),
+    "it, and is being updated": replace(engine(1, 5, EngineState.UPDATING), update_id="u1"),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_too_few_engines_that_hold_the_base_fail_the_call_before_anything_begins(held: str) -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    ledger.see(HELD[held])
+    with pytest.raises(BaseRefused, match=r"engine 1 is .* builds on version 5 \(update u1\)\. 2 must commit and 1 can") as caught:
+        ledger.admit(partial("u2", 6), 0.0)
+    assert caught.value.engine == 1 and ledger.current is None
+    assert ledger.admit(request("u2", 6), 0.0).engines == (0, 1)
+
+
+def test_a_partial_update_that_too_few_took_is_made_up_for_by_a_complete_one() -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    update = ledger.admit(partial("u2", 6), 0.0)
+    for state in (UpdateState.RECEIVING, UpdateState.STAGED, UpdateState.APPLYING):
+        update.move(state)
+    failed = EngineVerdict(1, False, 5, EngineState.SERVING, error=ApplyFailed("no", engine=1).to_dict())  # rolled back
+    assert not ledger.conclude(update, [verdict(0, 6), failed], 2.0)
+    with pytest.raises(BaseRefused, match=r"engine 1 is serving with version 5 \(update u1\), and the update builds on version 6"):
+        ledger.admit(partial("u3", 7), 0.0)
+    with pytest.raises(BaseRefused):
+        ledger.admit(partial("u3", 6), 0.0)
+    assert apply(ledger, ledger.admit(request("u3", 6), 0.0), True, True)
+    assert ledger.admit(partial("u4", 7), 0.0).engines == (0, 1)
+
+
+def test_a_new_controller_learns_the_base_from_the_engines() -> None:
+    ledger = Ledger(1, 10)
+    for status in (replace(engine(0, 4), update_id="u1"), replace(engine(1, 5), update_id="u2"), replace(engine(2, 5), update_id="odd")):
+        ledger.see(status)
+    update = ledger.admit(partial("u3", 6), 0.0)
+    assert (update.engines, update.base_update) == ((1,), "u2")
+    assert [v.engine for v in update.left_out] == [0, 2]
+
+
+# --- sleep --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [5, None])
+def test_engines_that_sleep_take_no_update_and_do_not_count_as_ready(version: int | None) -> None:
+    ledger = fleet()
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    ledger.see(replace(engine(1, version, EngineState.ASLEEP), reason="asleep"))
+    assert (ledger.ready, ledger.committed_version) == (1, 5)
+    with pytest.raises(NoEngineReady, match=r"1 engine\(s\) are asleep: 1; 2 must commit and 1 can") as caught:
+        ledger.admit(request("u2", 6), 0.0)
+    assert "wake" in caught.value.hint.lower()
+    ledger.lose(0, "gone")
+    with pytest.raises(EngineDied, match=r"dead or starting: 0 \(gone\); 2 must commit and 0 can"):
+        ledger.admit(request("u2", 6), 0.0)
+
+
+def test_engines_that_sleep_are_left_out_where_require_allows_it() -> None:
+    ledger = fleet(engines=2, require=1)
+    ledger.see(engine(1, None, EngineState.ASLEEP))
+    assert ledger.admit(request("u1", 1), 0.0).engines == (0,)
+    ledger = fleet(engines=1, require=1)
+    ledger.see(engine(0, None, EngineState.ASLEEP))
+    with pytest.raises(NoEngineReady, match="asleep"):
+        ledger.admit(request("u1", 1), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 import json
 import os
 import threading
@@ -40,7 +41,7 @@ class Engine:
         self.tied = bool(self.config.model_config.hf_config.tie_word_embeddings)
         self.shapes = {name: spec.shape for name, spec in self.base.specs.items()}
 
-    def admit(self, shapes: Shapes, frozen: tuple[str, ...] = ()) -> Any:
+    def admit(self, shapes: Shapes, frozen: tuple[str, ...] = (), scope: tuple[str, ...] = (), alone: bool = True, last: Any = None) -> Any:
         """Offer tensors of these names and shapes, with the checkpoint's dtypes where it has the name."""
         from weightsync.worker import admission
 
@@ -50,7 +51,7 @@ class Engine:
 
         dtypes = {name: spec.dtype for name, spec in self.base.specs.items()}
         manifest = Manifest(tuple(TensorSpec(name, dtypes.get(name, "bfloat16"), shape) for name, shape in shapes.items()))
-        return admission.admit(manifest, self.base, make_twin, self.tied, admission.Frozen(frozen, self.base))
+        return admission.admit(manifest, self.base, make_twin, self.tied, admission.Frozen(frozen, self.base), scope, alone, last)
 
     def looking(self) -> Engine:
         """The same, of whose checkpoint the loaders pass over one tensor; so that a manifest of all others is looked at anew."""
@@ -58,9 +59,9 @@ class Engine:
         made.base = dataclasses.replace(self.base, specs={**self.base.specs, "metadata": TensorSpec("metadata", "bfloat16", (1,))})
         return made
 
-    def refused(self, shapes: Shapes, frozen: tuple[str, ...] = ()) -> ManifestRefused:
+    def refused(self, shapes: Shapes, frozen: tuple[str, ...] = (), scope: tuple[str, ...] = ()) -> ManifestRefused:
         with pytest.raises(ManifestRefused) as caught:
-            self.admit(shapes, frozen)
+            self.admit(shapes, frozen, scope)
         return caught.value
 
     def renamed(self, change: Callable[[str], str]) -> dict[str, tuple[int, ...]]:
@@ -467,6 +468,128 @@ def test_frozen_experts_may_come_in_another_layout(checkpoint: Any, tmp_path: Pa
 def test_a_pattern_that_matches_nothing_is_an_error_at_the_start(engine: Any) -> None:
     with pytest.raises(ConfigError, match=r"engine.frozen: 'visaul.\*' matches no tensor"):
         engine("qwen3").admit(engine("qwen3").shapes, frozen=("model.*", "visaul.*"))
+
+
+# --- a scope -----------------------------------------------------------------------------------
+
+
+def of(target: Engine, *scope: str) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in target.shapes.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in scope)}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "qwen3-moe", "int8-channel", "w4a16", "mla"])
+@pytest.mark.parametrize("scope", [("model.layers.1.*",), ("model.layers.0.mlp.*", "model.norm.weight"), ("*.self_attn.*",)])
+def test_all_of_a_scope_is_admitted_and_fills_its_own_layers_alone(kind: str, scope: tuple[str, ...], engine: Any) -> None:
+    target = engine(kind)
+    found = target.admit(of(target, *scope), scope=scope)
+    assert found.part and found.layers == {path.rpartition(".")[0] for path in found.filled()}
+    assert found.filled().items() <= target.base.filled().items()
+    assert set(found.writes) == set(of(target, *scope)) & set(target.base.writes)
+
+
+def test_the_manifest_of_the_update_before_costs_no_other_look_at_the_loaders(engine: Any) -> None:
+    target, scope = engine("qwen3"), ("model.layers.1.*",)
+    first = target.admit(of(target, *scope), scope=scope)
+    looked = target.twins
+    again = target.admit({f"module.{name}": shape for name, shape in of(target, *scope).items()}, scope=scope, last=first)
+    assert target.twins == looked and again.filled() == first.filled() and again.part
+    assert again.name("module.model.layers.1.mlp.up_proj.weight") == "model.layers.1.mlp.up_proj.weight" and not first.names
+    with pytest.raises(ManifestRefused, match="outside of the scope"):
+        target.admit(of(target, *scope), scope=("model.layers.0.*",), last=first)
+    target.admit(of(target, "model.layers.0.*"), scope=("model.layers.0.*",), last=first)
+    assert target.twins == looked + 1
+
+
+def test_a_scope_of_everything_is_a_complete_update(engine: Any) -> None:
+    target = engine("qwen3")
+    assert not target.admit(target.shapes, scope=("*",)).part
+    assert target.refused(of(target, "model.layers.1.*"), scope=("*",)).message.startswith(f"{len(target.shapes) - 11} missing: ")
+
+
+def test_what_a_scope_lacks_or_has_too_much_is_named(engine: Any) -> None:
+    target, scope = engine("qwen3"), ("model.layers.1.*",)
+    shapes = of(target, *scope)
+    norm = "model.layers.1.input_layernorm.weight"
+    said = target.refused({name: shape for name, shape in shapes.items() if name != norm}, scope=scope)
+    assert (said.message, said.names) == (f"1 missing: {norm}", (norm,))
+    said = target.refused({**shapes, "module.model.norm.weight": (HIDDEN,)}, scope=scope)
+    assert said.message == "1 outside of the scope: module.model.norm.weight (read as model.norm.weight)"
+    assert f"{len(target.shapes) - 11} outside of the scope: " in target.refused(target.shapes, scope=scope).message
+    said = target.refused({**shapes, "model.layers.1.extra.weight": (HIDDEN,)}, scope=scope)
+    assert "unknown: model.layers.1.extra.weight" in said.message
+
+
+def test_a_scope_goes_by_the_engines_names_whatever_wraps_them(engine: Any) -> None:
+    target, scope = engine("qwen3"), ("model.layers.1.*",)
+    found = target.admit({f"_orig_mod.module.{name}": shape for name, shape in of(target, *scope).items()}, scope=scope)
+    assert found.part and found.name("_orig_mod.module.model.layers.1.mlp.up_proj.weight") == "model.layers.1.mlp.up_proj.weight"
+
+
+TORN = {
+    "one of three in a fused layer": ("qwen3", ("*.layers.0.self_attn.q_proj.*",), {"k_proj.weight", "v_proj.weight"}),
+    "one expert": ("qwen3-moe", ("*.layers.0.mlp.experts.1.*",), {f"experts.{e}.up_proj.weight" for e in (0, 2, 3)}),
+    "weights without scales": ("int8-channel", ("*.layers.0.mlp.down_proj.weight",), {"down_proj.weight_scale"}),
+}
+
+
+@pytest.mark.parametrize("case", TORN)
+def test_a_layer_that_is_in_a_scope_in_part_is_refused_with_what_is_left_out(case: str, engine: Any) -> None:
+    kind, scope, lacking = TORN[case]
+    target = engine(kind)
+    said = target.refused(of(target, *scope), scope=scope)
+    assert "outside of the scope, in layers that are in it with other tensors (a layer is loaded whole" in said.message
+    assert all(any(name.endswith(end) for name in said.names) for end in lacking)
+    assert all(name.startswith("model.layers.0.") for name in said.names)
+
+
+def test_experts_of_a_scope_may_come_in_another_layout_and_bring_no_layer_in_from_outside(checkpoint: Any, tmp_path: Path) -> None:
+    target, scope = mixture(tmp_path, checkpoint, 96), ("*.layers.1.mlp.experts.*",)
+    stacked = {name: shape for name, shape in in_one(96).items() if ".layers.1." in name}
+    assert target.admit(stacked, scope=scope).filled() == target.admit(of(target, *scope), scope=scope).filled()
+    said = target.refused(in_one(96), scope=scope)
+    assert "outside of the scope, in layers" in said.message and all(".layers.0." in name for name in said.names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("model.layer.0.*", "'model.layer.0.*' matches no tensor of the engine's checkpoint, such as"),
+        ("*.lora_A.*", "adapters that are not merged are no scopes: merge an adapter"),
+        ("draft_model.*", "A draft model beside the target"),
+    ],
+)
+def test_a_pattern_of_a_scope_that_matches_nothing_is_refused_with_what_it_may_be(pattern: str, said: str, engine: Any) -> None:
+    target = engine("qwen3")
+    assert said in str(target.refused(of(target, "model.norm*"), scope=("model.norm*", pattern)))
+
+
+def test_what_the_loaders_pass_over_is_no_scope_of_a_lone_worker(tmp_path: Path) -> None:
+    """A draft layer's tensors, in a checkpoint whose target does not load them. Another stage of the model may."""
+    config, tensors = KINDS["hybrid-gdn"](1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | {"mtp.fc.weight": (HIDDEN, HIDDEN)}
+    target = Engine(written(tmp_path, config), shapes)
+    said = target.refused(of(target, "mtp.*"), scope=("mtp.*",))
+    assert said.message == "scope: of what 'mtp.*' matches nothing is loaded (the model's loaders pass over 'mtp.fc.weight')"
+    assert target.admit(of(target, "mtp.*"), scope=("mtp.*",), alone=False).layers == frozenset()
+
+
+def test_an_embedding_and_the_head_that_it_is_are_in_a_scope_together(checkpoint: Any, engine: Any) -> None:
+    tied = engine("qwen3-tied")
+    assert tied.admit(of(tied, "model.embed*"), scope=("model.embed*",)).layers == {"model.embed_tokens"}
+    target = Engine(checkpoint("qwen3-tied", 1), tied.shapes | {"lm_head.weight": (VOCAB, HIDDEN)})
+    for scope in (("model.embed*",), ("lm_head*",), ("lm_head*", "model.norm*")):
+        said = target.refused(of(target, *scope), scope=scope)
+        assert said.message == "scope: 'lm_head.weight' is the embedding (model.embed_tokens.weight), and the scope has one of the two"
+        assert set(said.names) == {"lm_head.weight", "model.embed_tokens.weight"}
+    both = ("lm_head*", "*.embed*")
+    assert target.admit(of(target, *both), scope=both).layers == target.admit(of(target, "*embed*"), scope=both).layers
+
+
+def test_a_scope_asks_for_frozen_tensors_no_more_than_a_complete_update(wrapper: Engine) -> None:
+    frozen, scope = ("audio_tower.layers.*",), ("audio_tower.*",)
+    shapes = {name: shape for name, shape in of(wrapper, *scope).items() if ".layers." not in name}
+    assert not any(".layers." in layer for layer in wrapper.admit(shapes, frozen, scope).layers)
+    assert "missing: audio_tower.layers." in wrapper.refused(shapes, scope=scope).message
 
 
 # --- with values -------------------------------------------------------------------------------

@@ -358,3 +358,29 @@ def test_a_slot_of_less_than_no_bytes_is_refused() -> None:
 )
 def test_what_was_sampled_is_never_fresher_than_the_fleet(committed: int | None, version: int | None, staleness: int | None) -> None:
     assert FleetStatus("default", committed, 0, (ENGINE,), None).staleness(version) == staleness
+
+
+# --- a scope ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"scope": ("",)}, "scope: want at most 1000 patterns of 1 to 512 characters"),
+        ({"scope": ("x" * 513,)}, "scope: want at most 1000 patterns"),
+        ({"scope": ("x",) * 1001}, "scope: want at most 1000 patterns"),
+        ({"base_version": 3}, "base_version 3: want 0 to .*, and only with a scope"),
+        ({"scope": ("a.*",), "base_version": -1}, "base_version -1: want 0 to"),
+        ({"scope": ("a.*",), "rewind": True}, "rewind with a scope: going back takes a complete update"),
+    ],
+)
+def test_a_scope_that_makes_no_sense_is_refused(about: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(REQUEST, **about)  # type: ignore[arg-type]
+
+
+def test_a_scope_and_its_base_cross_the_wire() -> None:
+    request = dataclasses.replace(REQUEST, scope=("a.*", "b"), base_version=3)
+    assert decode(UpdateRequest, json.loads(json.dumps(encode(request)))) == request
+    old = {key: value for key, value in encode(REQUEST).items() if key not in ("scope", "base_version")}
+    assert decode(UpdateRequest, old) == REQUEST, "a trainer that knows no scopes sends complete updates"

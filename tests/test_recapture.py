@@ -15,7 +15,9 @@ from weightsync.errors import UnsupportedEngine
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker.admission import Frozen
+from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.sleep import Sleep
 from weightsync.worker.staging import Whole
 
 
@@ -278,6 +280,7 @@ def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captur
     vars(made).update(
         _guard=guard, _lazies=lazies, _wrote=False, _heads={}, _checks={}, _seconds={}, _map=LoadMap({}), _frozen=Frozen([], LoadMap({}))
     )
+    vars(made).update(_held=Held(), _sleep=Sleep(SimpleNamespace(asleep=lambda: False)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
         report = made.apply("u")
@@ -289,7 +292,7 @@ def staged(**more: Any) -> Any:
     """What a worker has of an update that is all there."""
     offered = offer({"w": torch.ones(1)})
     plan = plan_buckets(offered.manifest, 64)
-    order = SimpleNamespace(request=SimpleNamespace(update_id="u"), stage="host", retain=False)
+    order = SimpleNamespace(request=SimpleNamespace(update_id="u", scope=()), stage="host", retain=False)
     whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
     return SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole, **more)
 

@@ -17,9 +17,10 @@ from weightsync.client.source import offer
 from weightsync.errors import ApplyFailed, VerdictNotOk
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.storage.adopt import Adoption
+from weightsync.storage.blocks import Span
 from weightsync.transport import digest
 from weightsync.transport.packing import plan_buckets
-from weightsync.worker import applier
+from weightsync.worker import applier, following
 from weightsync.worker.staging import Whole
 
 Tensors = Mapping[str, torch.Tensor]
@@ -83,6 +84,40 @@ class Lazies:
         return 0
 
 
+class SleepMemory:
+    """Stands for the memory of vLLM's sleep mode: blocks of the model's tensors, which are lost when it says so."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.gone = self.kv_gone = False
+
+    def asleep(self) -> bool:
+        return self.gone or self.kv_gone
+
+    def weights_asleep(self) -> bool:
+        return self.gone
+
+    def blocks(self) -> list[Span]:
+        return [Span(address, tensor.nbytes, tensor.nbytes, (3, 0), 0, True) for address, tensor in self.tensors.items()]
+
+    def read(self, address: int, into: torch.Tensor) -> None:
+        into.copy_(self.tensors[address].view(torch.uint8))
+
+    def write(self, address: int, data: torch.Tensor) -> None:
+        self.tensors[address].view(torch.uint8).copy_(data)
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        self.tensors |= {tensor.untyped_storage().data_ptr(): tensor.data for tensor in tensors}
+
+    def sleep(self, level: int) -> None:
+        self.gone = self.kv_gone = True
+        for tensor in self.tensors.values() if level > 1 else ():
+            tensor.fill_(-77)
+
+    def wake(self) -> None:
+        self.gone = self.kv_gone = False
+
+
 class Received:
     """Stands for a receiver whose bytes are all there."""
 
@@ -137,27 +172,30 @@ class Worker:
         )
         self.applier = applier.Applier(self.model, None, config, CPU, rank)
         self.guard: Guard = self.applier._guard  # type: ignore[assignment]
+        self.memory: SleepMemory = self.applier._sleep._memory  # type: ignore[assignment]
 
-    def begin(self, tensors: Tensors) -> str:
-        """An update whose bytes are there; its id."""
+    def begin(self, tensors: Tensors, scope: tuple[str, ...] = (), base: str | None = None) -> str:
+        """An update whose bytes are there; its id. One with a scope builds on the update that counts, if not told otherwise."""
         self._updates += 1
         Received.arriving = dict(tensors)
         manifest = offer(tensors).manifest
         plan = plan_buckets(manifest, 4096)
         update = f"u{self._updates}"
-        request = UpdateRequest(update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__)
-        order = BeginOrder(request, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), 0, 1, 1.0, stage=self._stage, retain=self._retain)
+        request = UpdateRequest(update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__, scope=scope)
+        builds_on = (self._updates - 1, self.applier._held.counts if base is None else base) if scope else (None, "")
+        meeting = CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo")
+        order = BeginOrder(request, meeting, 0, 1, 1.0, "", self._stage, self._retain, *builds_on)
         assert self.applier.begin(order).error is None
         return update
 
-    def apply(self, tensors: Tensors) -> tuple[str, Any]:
-        update = self.begin(tensors)
+    def apply(self, tensors: Tensors, scope: tuple[str, ...] = ()) -> tuple[str, Any]:
+        update = self.begin(tensors, scope)
         report = self.applier.apply(update)
         return update, report
 
-    def update(self, tensors: Tensors) -> str:
+    def update(self, tensors: Tensors, scope: tuple[str, ...] = ()) -> str:
         """One that the engine commits."""
-        update, report = self.apply(tensors)
+        update, report = self.apply(tensors, scope)
         assert report.error is None
         assert self.applier.verify(update).state == "verified"
         self.applier.keep(update)
@@ -197,12 +235,16 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         meta_twin=lambda config: Model("meta"),
         missing_layers=lambda model, filled: [],
         reload_waiting=lambda model: {},
+        whole_only=lambda model: "",
+        plain_path=lambda path: path,
+        SleepMemory=SleepMemory,
         Reload=Reload,
         together=lambda part: part(),  # workers of one process, called one after the other, can't wait for each other
         WRITTEN_IN_PLACE=(),
     )
     monkeypatch.setattr(applier, "vllm_compat", fakes)
     monkeypatch.setattr(applier.loading, "vllm_compat", fakes)
+    monkeypatch.setattr(following, "vllm_compat", fakes)
     monkeypatch.setattr(applier.guard, "Guard", Guard)
     monkeypatch.setattr(applier, "Receiver", Received)
     monkeypatch.setattr(applier.loadmap, "checkpoint_specs", lambda folder: list(offer(weights(0)).manifest.tensors))

@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
     push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
     push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
+    push.add_argument("--scope", action="append", metavar="PATTERN", help="send only tensors whose names match, such as 'model.layers.0.*'")
+    push.add_argument("--base-version", type=int, help="version that a scope builds on; the fleet's when not given")
     push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
     push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
     push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
@@ -177,6 +179,8 @@ def _push(args: argparse.Namespace) -> int:
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
             allow_nonfinite=args.allow_nonfinite,
             rewind=args.rewind,
+            scope=args.scope,
+            base_version=args.base_version,
         )
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
     print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")

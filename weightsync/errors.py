@@ -8,6 +8,7 @@
     ├── Refused                the update was refused; nothing has changed anywhere
     │   ├── ManifestRefused    names, shapes, dtypes, or an empty model
     │   ├── VersionRefused     the version does not rise
+    │   ├── BaseRefused        a partial update builds on another version than what is held
     │   ├── UpdateConflict     another update is under way; names it
     │   ├── MemoryRefused      staging or a bucket would not fit
     │   └── NoEngineReady      no engine can take the request
@@ -156,6 +157,12 @@ class VersionRefused(Refused):
     """The version does not rise above the committed one."""
 
     code, http_status = "version_refused", 409
+
+
+class BaseRefused(Refused):
+    """A partial update builds on another version than the fleet, or an engine, holds; the message names both."""
+
+    code, http_status = "base_refused", 409
 
 
 class UpdateConflict(Refused):

@@ -33,6 +33,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 MAX_NAME_LENGTH = 512
 MAX_TENSORS = 1_000_000
+MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
 
 
@@ -71,6 +72,7 @@ class EngineState(enum.StrEnum):
     SERVING = "serving"
     UPDATING = "updating"  # paused, weights being written
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
+    ASLEEP = "asleep"  # its memory was given back; takes no update
     DEAD = "dead"
 
 
@@ -150,6 +152,8 @@ class UpdateRequest:
         torch_version, nccl_version, protocol_version: for the check that both sides can talk.
         allow_nonfinite: take NaN, infinity, and what becomes infinity in the engine's dtype.
         rewind: the version may be the committed one or below it; the fleet goes back to it.
+        scope: patterns of checkpoint names that the update is about; everything when empty. The rest stays as it is.
+        base_version: the version that an update with a scope builds on; the fleet's committed one when None.
         place: where the trainer's tensors lie; None if it can't hand memory to anybody.
         socket, secret: the abstract unix socket where workers on its host reach it, and what they must know.
     """
@@ -167,11 +171,14 @@ class UpdateRequest:
     protocol_version: int = PROTOCOL_VERSION
     allow_nonfinite: bool = False
     rewind: bool = False
+    scope: tuple[str, ...] = ()
+    base_version: int | None = None
     place: Place | None = None
     socket: str = ""
     secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
+        self._require_scope()
         for key in ("update_id", "trainer_id", *(["socket"] if self.socket else [])):
             value = getattr(self, key)
             if not (1 <= len(value) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in value)):
@@ -187,6 +194,14 @@ class UpdateRequest:
         for key in ("allow_nonfinite", "rewind"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} {getattr(self, key)!r}: want true or false")
+
+    def _require_scope(self) -> None:
+        if len(self.scope) > MAX_PATTERNS or any(not 1 <= len(pattern) <= MAX_NAME_LENGTH for pattern in self.scope):
+            raise ValueError(f"scope: want at most {MAX_PATTERNS} patterns of 1 to {MAX_NAME_LENGTH} characters")
+        if self.base_version is not None and not (self.scope and 0 <= self.base_version <= MAX_VERSION):
+            raise ValueError(f"base_version {self.base_version}: want 0 to {MAX_VERSION}, and only with a scope")
+        if self.scope and self.rewind:
+            raise ValueError("rewind with a scope: going back takes a complete update")
 
 
 @dataclass(frozen=True)
@@ -233,6 +248,7 @@ class BeginOrder:
         interface: network interface for gloo; torch chooses when empty.
         stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
         retain: keep the update in host memory when it is committed, to come back to.
+        base_version, base_update: what an engine must hold to take an update with a scope.
     """
 
     request: UpdateRequest
@@ -243,6 +259,8 @@ class BeginOrder:
     interface: str = ""
     stage: str = "auto"
     retain: bool = False
+    base_version: int | None = None
+    base_update: str = ""
 
 
 @dataclass(frozen=True)

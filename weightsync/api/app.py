@@ -55,6 +55,19 @@ class AbortBody(_Body):
     reason: str = Field(default="asked for", max_length=300, examples=["the training step was skipped"])
 
 
+class WakeBody(_Body):
+    """Body of a wake-up. All engines when none is named."""
+
+    engines: list[int] = Field(default_factory=list, max_length=1024, examples=[[0]])
+    timeout_seconds: float = Field(default=300.0, gt=0, le=86_400, examples=[300.0])
+
+
+class SleepBody(WakeBody):
+    """Body of a sleep. Level 1 keeps weights on the host, level 2 drops them."""
+
+    level: int = Field(default=1, ge=1, le=2, examples=[1])
+
+
 def build(controller: Controller, token: Callable[[], str], min_ready: int, max_request_bytes: int, control_seconds: float) -> FastAPI:
     """The application.
 
@@ -110,6 +123,18 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     @router.get("/engines", summary="Address, version and state of every engine")
     async def engines() -> list[dict[str, Any]]:
         return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
+
+    @router.post("/sleep", summary="Have engines give their GPU's memory back; answers with the fleet's status")
+    async def sleep(body: SleepBody) -> dict[str, Any]:
+        return await rest(body, body.level)
+
+    @router.post("/wake", summary="Have engines take it again; answers with the fleet's status")
+    async def wake(body: WakeBody) -> dict[str, Any]:
+        return await rest(body, 0)
+
+    async def rest(body: WakeBody, level: int) -> dict[str, Any]:
+        most = body.timeout_seconds + seconds
+        return dict(await controller.ask("rest", body.engines, level, body.timeout_seconds, timeout_seconds=most))
 
 
 def _update_routes(router: APIRouter, controller: Controller, seconds: float) -> None:

@@ -15,6 +15,7 @@ iterator again: it is gone through once, when the update is offered.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from weightsync.client import sharded
-from weightsync.errors import ManifestRefused, TransportFailed, UpdateFailed, WeightSyncError
+from weightsync.errors import ConfigError, ManifestRefused, TransportFailed, UpdateFailed, WeightSyncError
 from weightsync.protocol import DTYPE_BYTES, Manifest, TensorSpec
 
 _PAIRS_HINT = "Pass a module, a mapping, or pairs as model.named_parameters() gives them"
@@ -177,7 +178,11 @@ def _settle(device: torch.device) -> None:
 
 
 def offer(
-    source: Source, device: torch.device | None = None, members: Collection[int] | None = None, bucket_bytes: int = 64 << 20
+    source: Source,
+    device: torch.device | None = None,
+    members: Collection[int] | None = None,
+    bucket_bytes: int = 64 << 20,
+    scope: Sequence[str] | None = None,
 ) -> Offer:
     """Take stock of a source; nothing is gathered or moved yet.
 
@@ -185,8 +190,10 @@ def offer(
         device: where tensors travel from; where they are when None.
         members: the trainer's ranks that will take part; None when this process is alone.
         bucket_bytes: the most that gathering takes at once, where no tensor is larger.
+        scope: patterns of names; only tensors that match one are offered.
 
     Raises:
+        ConfigError: a scope without a pattern, or that is no list.
         ManifestRefused: it is empty, holds something else than dense tensors or shards that can be
             gathered, a dtype that can't travel, a name twice, or tensors on several GPUs.
     """
@@ -194,6 +201,9 @@ def offer(
     specs = taken.specs()
     if not specs:
         raise ManifestRefused("the model is empty: it has no tensor to send", hint="Pass a module with parameters, or (name, tensor) pairs")
+    if scope is not None:
+        taken = _Part(taken, scope)
+        specs = taken.specs()
     if members is None and sharded.has_company() and (together := [spec.name for spec in specs if spec.collective]):
         raise ManifestRefused(
             f"{len(together)} tensor(s) are read by all ranks of the trainer together: {', '.join(together[:20])}",
@@ -261,6 +271,29 @@ class _Pairs:
         for at, whole in zip(shards, sharded.gather([tensors[at] for at in shards]), strict=True):
             tensors[at] = whole
         return tensors
+
+
+class _Part:
+    """Those tensors of a source whose names match a pattern."""
+
+    def __init__(self, source: TensorSource, scope: Sequence[str]) -> None:
+        if isinstance(scope, str) or not scope:
+            hint = 'Such as ["model.layers.0.*"]; leave it out to send all'
+            raise ConfigError(f"scope: got {scope!r}, want a list of patterns", hint=hint)
+        specs, self._source = source.specs(), source
+        self._chosen = [at for at, spec in enumerate(specs) if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in scope)]
+        self._specs = [specs[at] for at in self._chosen]
+        if not self._chosen:
+            raise ManifestRefused(
+                f"scope: none of {len(specs)} tensors matches {', '.join(map(repr, scope))}",
+                hint=f"Patterns go by names such as {specs[0].name!r}",
+            )
+
+    def specs(self) -> Sequence[SourceSpec]:
+        return self._specs
+
+    def read(self, indices: Sequence[int]) -> Sequence[torch.Tensor]:
+        return self._source.read([self._chosen[index] for index in indices])
 
 
 def _pairs(source: Any) -> Iterable[tuple[str, Any]]:

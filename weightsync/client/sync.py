@@ -20,6 +20,7 @@ import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -124,6 +125,8 @@ class WeightSync(View):
         progress: Progress | None = None,
         allow_nonfinite: bool | None = None,
         rewind: bool = False,
+        scope: Sequence[str] | None = None,
+        base_version: int | None = None,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -136,6 +139,9 @@ class WeightSync(View):
             progress: called with (bytes sent, bytes in all) behind each bucket.
             allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
             rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
+            scope: patterns (`model.layers.0.*`) of names: these tensors of `source` alone are sent, all of a layer or none, and
+                the rest stays as it is in engines that hold the fleet's version; others need a complete update.
+            base_version: the version that an update with a scope builds on; the fleet's when None, and refused if that is another.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -144,7 +150,14 @@ class WeightSync(View):
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
         published = self.publish(
-            source, version, timeout_seconds=timeout_seconds, progress=progress, allow_nonfinite=allow_nonfinite, rewind=rewind
+            source,
+            version,
+            timeout_seconds=timeout_seconds,
+            progress=progress,
+            allow_nonfinite=allow_nonfinite,
+            rewind=rewind,
+            scope=scope,
+            base_version=base_version,
         )
         return self.commit(published)
 
@@ -157,6 +170,8 @@ class WeightSync(View):
         progress: Progress | None = None,
         allow_nonfinite: bool | None = None,
         rewind: bool = False,
+        scope: Sequence[str] | None = None,
+        base_version: int | None = None,
     ) -> Published:
         """Have an update admitted and start sending it. Arguments as in `sync_weights`.
 
@@ -174,9 +189,10 @@ class WeightSync(View):
         def make() -> Offer:
             self._require_idle()
             members = None if self._ranks is None else self._ranks.members
-            return offer(source, self._device, members, self._bucket_bytes)
+            return offer(source, self._device, members, self._bucket_bytes, scope)
 
-        options = {"version": version, "allow_nonfinite": allow_nonfinite, "rewind": rewind}
+        options: dict[str, Any] = {"version": version, "allow_nonfinite": allow_nonfinite}
+        options |= {"rewind": rewind, "scope": tuple(scope or ()), "base_version": base_version}
         if self._ranks is None:
             return self._publish(make(), progress, began, deadline, **options)
         offered, deadline = self._ranks.agree("publish", make, lambda made: made.fingerprint, deadline)
@@ -247,13 +263,13 @@ class WeightSync(View):
         return published
 
     def _admit(
-        self, offered: Offer, began: float, deadline: float, version: int | None, allow_nonfinite: bool | None, rewind: bool
+        self, offered: Offer, began: float, deadline: float, version: int | None, allow_nonfinite: bool | None, **about: Any
     ) -> tuple[Published, BucketPlan]:
         if self._published is not None and not self._published._done.is_set():
             raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
         require_same_dtypes(offered.manifest, self._dtypes)
         allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
-        request, plan = self._request(offered, version, deadline - time.monotonic(), allow, rewind)
+        request, plan = self._request(offered, version, deadline - time.monotonic(), allow, **about)
         seconds = min(4 * CONTROL_SECONDS, request.timeout_seconds + WORD_SECONDS)
         try:
             answer = self._http.post("/v1/updates", encode(request), seconds)
@@ -282,7 +298,7 @@ class WeightSync(View):
         return self._report(published, decode(UpdateStatus, data))
 
     def _request(
-        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, rewind: bool = False
+        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, **about: Any
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
@@ -302,7 +318,7 @@ class WeightSync(View):
                 torch_version=torch.__version__,
                 nccl_version=nccl,
                 allow_nonfinite=allow_nonfinite,
-                rewind=rewind,
+                **about,
                 place=place_of(offered.device),
                 socket=listener.name if listener else "",
                 secret=listener.secret if listener else "",
@@ -374,6 +390,6 @@ class WeightSync(View):
         if status.state != UpdateState.COMMITTED:
             self._link.leave()
             raise failure(status) from published._error
-        self._dtypes = published._dtypes
+        self._dtypes |= published._dtypes
         published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run
         return published._report(status)

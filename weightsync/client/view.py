@@ -74,6 +74,26 @@ class View:
         """Every engine: address, version, state."""
         return self.status().engines
 
+    def sleep(self, level: int = 1, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
+        """Have engines give their GPU's memory back. Their requests end; they serve nothing and take no update until they wake.
+
+        Args:
+            level: 1 keeps the weights on the host, and `wake` brings them back. 2 drops them: a woken engine has
+                pending weights, and serves behind the next complete update.
+            engines: ordinals; all when empty.
+
+        Raises:
+            UnsupportedEngine: an engine was started without vLLM's sleep mode.
+            UpdateConflict, Refused: an update is under way; asleep at another level.
+        """
+        body = {"level": level, "engines": list(engines), "timeout_seconds": timeout_seconds}
+        return decode(FleetStatus, self._http.post("/v1/sleep", body, timeout_seconds + 2 * CONTROL_SECONDS))
+
+    def wake(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
+        """Have engines take their memory again; one that is awake stays as it is. Arguments as in `sleep`."""
+        body = {"engines": list(engines), "timeout_seconds": timeout_seconds}
+        return decode(FleetStatus, self._http.post("/v1/wake", body, timeout_seconds + 2 * CONTROL_SECONDS))
+
     # --- an update, for who sends it ------------------------------------------------------------
 
     def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:

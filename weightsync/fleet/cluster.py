@@ -134,17 +134,17 @@ class Cluster:
     async def _start_actors(self) -> None:
         import ray
 
-        from weightsync.fleet import controller, engine_actor, placement
+        from weightsync.fleet import controller, placement
         from weightsync.fleet.calls import call
 
-        gpus = engine_actor.engine_options(self.settings, 0)["num_gpus"]
+        gpus = placement.engine_options(self.settings, 0)["num_gpus"]
         placement.require_gpus(self.settings.engine, gpus, ray.nodes(), may_grow=bool(self.settings.ray.address))
         timeout = self.settings.engine.start_timeout_seconds
         for ordinal in range(self.settings.engine.count):
             try:
                 self._engines[ordinal] = ray.get_actor(f"engine-{ordinal}", self.settings.namespace)
             except ValueError:
-                self._engines[ordinal] = engine_actor.create(self.settings, ordinal)
+                self._engines[ordinal] = placement.create(self.settings, ordinal)
         # A controller that an earlier serve left may have other settings of updates; it rebuilds itself from the engines.
         with contextlib.suppress(ValueError):
             old = ray.get_actor(controller.NAME, self.settings.namespace)

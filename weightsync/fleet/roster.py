@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 
 from weightsync.codec import decode, encode
 from weightsync.config import SyncSettings
-from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, TransportFailed, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, TransportFailed, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.reports import failure
@@ -96,6 +96,27 @@ class Roster:
         with contextlib.suppress(WeightSyncError):
             retire = self._handle(status.engine).retire
             await call(retire, status.update_id, timeout_seconds=_TIMEOUT_SECONDS, engine=status.engine)
+
+    async def rest(self, engines: Sequence[int], level: int, timeout_seconds: float) -> None:
+        """Put engines to sleep at a level, or wake them (0), all at once; every engine when none is named.
+
+        Raises:
+            Refused: there is no engine of such an ordinal.
+            WeightSyncError: the first engine's that failed, when all have answered.
+        """
+        if unknown := sorted(set(engines) - set(range(self._count))):
+            raise Refused(f"no engine {unknown[0]}: the fleet has {self._count}, from 0")
+
+        async def one(ordinal: int) -> None:
+            handle = self._handle(ordinal)
+            method, args = (handle.sleep, (level,)) if level else (handle.wake, ())
+            answer = await call(method, *args, timeout_seconds=timeout_seconds, engine=ordinal)
+            self._ledger.see(decode(EngineStatus, answer["status"]))
+
+        chosen = dict.fromkeys(engines or range(self._count))
+        for failed in await asyncio.gather(*map(one, chosen), return_exceptions=True):
+            if failed is not None:
+                raise failed
 
     # --- one update ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.config import EngineSettings
-from weightsync.errors import UnsupportedEngine, VerdictNotOk
+from weightsync.errors import InternalError, UnsupportedEngine, VerdictNotOk
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,36 @@ class Engine:
 
     async def resume(self) -> None:
         await self.llm.engine_core.resume_scheduler_async()
+
+    def check_sleep(self) -> None:
+        """See that vLLM's sleep mode is there.
+
+        Raises:
+            UnsupportedEngine: the engine was started without it.
+        """
+        model = self.llm.vllm_config.model_config
+        if not model.enable_sleep_mode or model.sleep_mode_backend != "cumem":
+            raise UnsupportedEngine(
+                "this engine was started without vLLM's sleep mode, or with another backend of it than cumem",
+                hint='Start it with engine.extra={"enable_sleep_mode": true}; there is none on a CPU',
+            )
+
+    async def sleep(self, level: int) -> None:
+        """End requests and give the GPU's memory back."""
+        await self.llm.sleep(level, mode="abort")
+
+    async def wake_weights(self) -> None:
+        """Take all memory again but the KV cache's; requests stand still."""
+        await self.llm.wake_up(["weights"])
+
+    async def wake_rest(self) -> None:
+        """Take the KV cache's too; requests go on.
+
+        Raises:
+            InternalError: vLLM says that it sleeps on.
+        """
+        if not await self.llm.wake_up(["kv_cache"]):
+            raise InternalError("vLLM did not wake up", hint="Restart this engine")
 
     def check_caches(self, policy: str) -> None:
         """See that the policy can be kept with this model and this connector.

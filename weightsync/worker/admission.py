@@ -5,6 +5,7 @@ refused. Then the model's own loaders say where each tensor goes (`loadmap`), an
 what they make of the manifest is compared, region by region, with what they make of
 the checkpoint that the engine started from. So another layout of the same weights
 (experts in one tensor, or one by one) is taken when the loaders fill the same places.
+An update with a scope is judged within it (`scope`), and as strictly.
 
 Not covered: the order of parts inside a tensor (gate before up), which no shape shows;
 layers whose values a model's own hook makes from other layers' weights, of which some are frozen.
@@ -23,6 +24,7 @@ from weightsync.protocol import Manifest, TensorSpec
 from weightsync.transport.digest import Digest
 from weightsync.worker import naming, regions
 from weightsync.worker.loadmap import LoadMap, record
+from weightsync.worker.scope import Scope, layer_of
 
 _SHOWN = 20
 _HINT = "Send the tensors under the names, shapes and dtypes of the checkpoint that the engine was started from"
@@ -74,24 +76,29 @@ def admit(
     make_twin: Callable[[], torch.nn.Module],
     tied: bool,
     frozen: Frozen | None = None,
+    scope: Sequence[str] = (),
     alone: bool = True,
+    last: LoadMap | None = None,
 ) -> LoadMap:
-    """Decide whether a manifest is a complete set of weights for this engine.
+    """Decide whether a manifest is a complete set of weights for this engine, or of a scope of it.
 
     Args:
         manifest: what the trainer offers.
         base: the map of the checkpoint that the engine started from.
-        make_twin: builds a meta twin; called only when the manifest differs from `base`.
+        make_twin: builds a meta twin; called only when the manifest differs from `base` and `last`.
         tied: the model's output head is its embedding, so a separate head may be sent (see `tied_heads`).
         frozen: what may be left out, layer by layer.
+        scope: patterns of names that the update is about; everything when empty.
         alone: the engine has no other worker. Others may take what this one's loaders pass over: it is `unclaimed` then, and refused
             where all answers are known.
+        last: the map of the manifest before this one.
 
     Returns:
         The map of this manifest.
 
     Raises:
-        ManifestRefused: empty, unknown, missing, misshapen, wrong dtype, filled twice, or not to be told; with the names.
+        ManifestRefused: empty, unknown, missing, misshapen, wrong dtype, filled twice, outside of the scope, or not to be told;
+            with the names.
     """
     if not manifest.tensors:
         raise ManifestRefused("the manifest is empty: no tensor was given", hint="Pass a model or (name, tensor) pairs")
@@ -99,15 +106,19 @@ def admit(
     _require_meaning(resolved)
     specs = [dataclasses.replace(s, name=resolved.names[s.name]) if s.name in resolved.names else s for s in manifest.tensors]
     offered = {spec.name: spec for spec in specs}
-    if offered == base.specs:
+    within = Scope(scope, base, tied_heads(base) if tied else {}, alone) if scope else None
+    if offered == base.specs and (within is None or within.whole):
         return dataclasses.replace(base, names=resolved.names)
-    comparison = _Comparison(offered, base, {name: raw for raw, name in resolved.names.items()}, frozen or Frozen((), base))
+    comparison = _Comparison(offered, base, {name: raw for raw, name in resolved.names.items()}, frozen or Frozen((), base), within)
     comparison.require_known_as_they_are()
-    try:
-        found = record(make_twin(), specs)
-    except ManifestRefused as exc:
-        raise comparison.refused_by_loader(exc) from exc
-    found.names = resolved.names
+    if last is not None and last.specs == offered:
+        found = dataclasses.replace(last)
+    else:
+        try:
+            found = record(make_twin(), specs)
+        except ManifestRefused as exc:
+            raise comparison.refused_by_loader(exc) from exc
+    found.names, found.part = resolved.names, within is not None
     comparison.require_same_places(found, tied, alone)
     return found
 
@@ -182,12 +193,16 @@ class _Comparison:
         base: the map of the engine's checkpoint.
         raw: the engine's name to the trainer's, where the two differ.
         frozen: what may be left out.
+        scope: what it is about, if not everything.
     """
 
-    def __init__(self, offered: dict[str, TensorSpec], base: LoadMap, raw: Mapping[str, str], frozen: Frozen) -> None:
+    def __init__(
+        self, offered: dict[str, TensorSpec], base: LoadMap, raw: Mapping[str, str], frozen: Frozen, scope: Scope | None = None
+    ) -> None:
         self._offered, self._base, self._raw, self._frozen, self._sent = offered, base, raw, frozen.names, frozen.sent
+        self._scope, self._due = scope, base.specs.keys() if scope is None else scope.names
         self._unknown = [name for name in offered if name not in base.specs]
-        self._absent = [name for name in base.specs if name not in offered and name not in self._frozen]
+        self._absent = [name for name in base.specs if name in self._due and name not in offered and name not in self._frozen]
 
     def require_known_as_they_are(self) -> None:
         """Refuse names that the engine's own checkpoint has with another shape or dtype."""
@@ -230,14 +245,21 @@ class _Comparison:
             found.unclaimed = dict(zip([self._raw.get(name, name) for name in passed_over], self._closest(passed_over), strict=True))
             passed_over = []
         unknown = passed_over + list(beside)
-        lacking = regions.uncovered(base.writes, (place for places in found.writes.values() for place in places))
+        due = {name: places for name, places in base.writes.items() if name in self._due or name in found.specs}
+        lacking = regions.uncovered(due, (place for places in found.writes.values() for place in places))
         half = self._half_frozen(found, [name for name in lacking if name in self._frozen and name not in found.specs])
         missing = [name for name in lacking if name not in found.specs and name not in self._frozen]
         short = [f"{count} of {self._say(name)}'s elements" for name, count in lacking.items() if name in found.specs]
         twice = {name: first for name, first in found.twice.items() if not self._overlap_in_base(name, first)}
         dtype = [n for n, d in found.dtypes.items() if n not in base.specs and found.specs[n].dtype != d]
         square = [name for name in new if name not in beside and self._could_be_transposed(name, found)]
+        outside = self._scope.outside(found.specs) if self._scope is not None else []
+        torn = self._scope.torn(found.writes) if self._scope is not None and not outside else {}
         kinds = {
+            "outside of the scope": [self._say(name) for name in outside],
+            "outside of the scope, in layers that are in it with other tensors (a layer is loaded whole: name all of it or nothing)": [
+                f"{name} (beside {self._say(other)})" for name, other in torn.items()
+            ],
             "unknown": self._closest(unknown),
             "missing": [f"{name} (frozen, but sent before: send it always)" if name in self._sent else name for name in missing] + short,
             "filled twice": [f"{self._say(name)} fills what {self._say(first)} fills" for name, first in twice.items()],
@@ -249,8 +271,8 @@ class _Comparison:
         }
         if any(kinds.values()):
             advice = naming.prefix_advice(unknown, base.specs)
-            names = unknown + missing + [name for name in lacking if name in found.specs] + list(twice) + dtype + list(half) + square
-            raise self._refuse(kinds, names, advice=advice)
+            names = outside + list(torn) + unknown + missing + [name for name in lacking if name in found.specs]
+            raise self._refuse(kinds, names + list(twice) + dtype + list(half) + square, advice=advice)
 
     def _overlap_in_base(self, one: str, other: str) -> bool:
         """Whether these two fill the same elements when the engine's own checkpoint is loaded (an input scale that gate and up share)."""
@@ -261,8 +283,8 @@ class _Comparison:
 
         A reload makes such a layer anew: what nothing arrives for starts as in a fresh one.
         """
-        sent = {_layer(place): self._say(name) for name, places in found.writes.items() for place in places}
-        layers = {name: sorted({_layer(place) for place in self._base.writes[name]} & sent.keys()) for name in absent}
+        sent = {layer_of(place): self._say(name) for name, places in found.writes.items() for place in places}
+        layers = {name: sorted({layer_of(place) for place in self._base.writes[name]} & sent.keys()) for name in absent}
         return {name: sent[shared[0]] for name, shared in layers.items() if shared}
 
     def _could_be_transposed(self, name: str, found: LoadMap) -> bool:
@@ -297,7 +319,3 @@ def _refusal(
     if loader:
         parts.append(loader)
     return ManifestRefused("; ".join(parts), hint=hint, names=names)
-
-
-def _layer(place: regions.Region) -> str:
-    return place[0].rpartition(".")[0]

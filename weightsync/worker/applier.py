@@ -13,7 +13,8 @@ buffered tensor left over); its values are then a mixture, and `wrote` says so. 
 staged bytes stay until the update has ended, so `apply` may be called again; and
 where the last committed update was kept (`retain`), `rollback` brings that one back.
 An update counts when the engine says so (`keep`): this worker may have proved what another
-worker could not.
+worker could not. A partial one builds on what was proved (`held`); behind it all of the
+storage is proved as behind any. None is taken asleep (`sleep`).
 
 Not covered: cached values that can't be taken back (`unrefreshable`, logged at the start).
 """
@@ -22,31 +23,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weightsync.errors import Aborted, ApplyFailed, InternalError, ManifestRefused, UnsupportedEngine, VerdictNotOk, WeightSyncError
+from weightsync.errors import (
+    Aborted,
+    ApplyFailed,
+    InternalError,
+    ManifestRefused,
+    UnsupportedEngine,
+    UpdateConflict,
+    WeightSyncError,
+)
 from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
 from weightsync.storage.adopt import Adoption
-from weightsync.storage.owners import Walk
-from weightsync.storage.pins import places
 from weightsync.transport import digest
 from weightsync.transport.local import place_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
+from weightsync.worker.following import Following
+from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
+from weightsync.worker.sleep import Sleep
 from weightsync.worker.staging import Staged
-from weightsync.worker.stored import Stored, checkpoint_tensors, registered
+from weightsync.worker.stored import Stored, checkpoint_tensors
 from weightsync.worker.streaming import Streamed
 
 logger = logging.getLogger(__name__)
 
 
-class Applier:
+class Applier(Following):
     """State of one worker between RPCs.
 
     Args:
@@ -67,7 +76,7 @@ class Applier:
                 hint="Serve a model without them",
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
-        self._seal = places(Walk(registered(model)))
+        self._seal = loading.registered_places(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
         graphs, unproven = vllm_compat.captures_graphs(vllm_config), self._lazies.unrefreshable
@@ -90,9 +99,8 @@ class Applier:
         self._heads: dict[str, list[str]] = {}
         self._stored: Stored | None = None
         self._alone = vllm_config.parallel_config.world_size_across_dp == 1  # no other worker has a part of the model
-        self._retained: Staged | None = None  # the update that was committed last, where it is kept
-        self._back: Staged | None = None  # the same, while it is brought back
-        self._counts = ""  # the update that the engine has said counts
+        self._held, self._sleep = Held(), Sleep(vllm_compat.SleepMemory())
+        self._back: Staged | None = None  # what is kept of the last update, while it is brought back
         self._receiver: Receiver | None = None
         self._joining = joining.Joining(device, rank)
         self._state = "none"
@@ -134,12 +142,15 @@ class Applier:
             # What no controller speaks of any more went with an earlier one; its staging would stand in the way.
             if self._state != "verified":
                 self.abort(current.order.request.update_id)
-            elif self._counts != current.order.request.update_id:
-                self._retained = None  # whether the engine holds that one or this one nobody has said
+            elif self._held.counts != current.order.request.update_id:
+                self._held.kept = None  # whether the engine holds that one or this one nobody has said
             current.discard()
-        self._map = admission.admit(
-            order.request.manifest, self._base, lambda: vllm_compat.meta_twin(self.vllm_config), self._tied, self._frozen, self._alone
-        )
+        self._sleep.require_awake()
+        self._held.require_base(order)
+        if order.request.scope and (why := vllm_compat.whole_only(self.model)):
+            raise ManifestRefused(f"no part of this model can be updated by itself: {why}", hint="Send a complete update, without a scope")
+        twin, scope = (lambda: vllm_compat.meta_twin(self.vllm_config)), order.request.scope
+        self._map = admission.admit(order.request.manifest, self._base, twin, self._tied, self._frozen, scope, self._alone, self._map)
         self._heads = admission.tied_heads(self._map) if self._tied else {}
         if self._heads and order.stage == "none":
             raise ManifestRefused(
@@ -189,6 +200,10 @@ class Applier:
         if (streamed and self._state != "staged") or (self._state == "failed" and not self._wrote):
             return self.report()
         began = time.monotonic()
+        if self._state == "staged":
+            self._held.require_base(receiver.order)
+            self._sleep.require_awake()
+            self._checks |= self._sleep.restore()
         if self._guard.outdated and not self._wrote:
             # Somebody captured since the seal, and what was captured is still where it was.
             self._guard.seal()
@@ -197,7 +212,7 @@ class Applier:
             incoming = self._incoming(receiver)
             if isinstance(incoming, Streamed):
                 incoming.wait()
-            self._wrote = True
+            self._wrote, self._held.proved = True, ""
             self._frozen.written(self._map)
             self._error = self._load(incoming)
         except WeightSyncError as exc:
@@ -222,68 +237,6 @@ class Applier:
             self._count(counts)
         return None
 
-    def _refresh(self) -> dict[str, int]:
-        """Have the model fill in again what its first run had filled in. Costs a run only where there is something in a worker."""
-
-        def take_back() -> bool:
-            if found := bool(len(self._lazies)):
-                self._lazies.reset()
-            return found
-
-        try:
-            if self._together(take_back):
-                vllm_compat.run_once(self._runner)
-        finally:
-            counts = self._lazies.settle() if len(self._lazies) else {}
-        return counts
-
-    def _together(self, part: Callable[[], bool]) -> bool:
-        return part() if self._alone else vllm_compat.together(part)
-
-    def _repair(self) -> bool:
-        """Bring what moved back; whether graphs must be captured anew."""
-        self._repaired = self._guard.repair()
-        self._count(self._repaired.counts)
-        return self._owes_capture()
-
-    def _owes_capture(self) -> bool:
-        """Whether a number or a layout has changed that captured graphs hold, or an earlier capture did not end well."""
-        if not self._guard.sealed.counts.get("graphs"):
-            if self._guard.relaid(self._repaired):  # nothing captured goes by the old layout: a table that a long prompt made grow
-                self._guard.seal()
-                self._repaired = replace(self._repaired, changed_layout={})
-            return False
-        # Graphs that were captured while an update was half done read what nobody had sealed.
-        return bool(self._changed()) or self._released or self._guard.outdated
-
-    def _changed(self) -> list[str]:
-        return sorted({*self._guard.scalars_changed(), *self._lazies.changed, *self._guard.relaid(self._repaired)})
-
-    def _recapture(self) -> None:
-        """Capture graphs anew."""
-        changed = self._changed()
-        logger.log(
-            logging.DEBUG if self._recaptured else logging.WARNING,
-            "capturing CUDA graphs anew: %d number(s) or layout(s) that they hold have changed (%s)",
-            *(len(changed), ", ".join(changed[:5])),
-        )
-        began = time.monotonic()
-        release = vllm_compat.graph_holders(self._runner)
-        self._released = True  # until all are there again: with its old numbers back, an engine would have no graphs
-        vllm_compat.recapture(self._runner, self.vllm_config, release)
-        if kept := self._guard.seal():
-            raise UnsupportedEngine(
-                f"{kept} captured graph(s) were not let go of and hold the old numbers or layouts",
-                hint="Restart this engine on the new weights, or start it with enforce_eager",
-                names=changed,
-            )
-        # What could not be brought back to the old captures' storage is where the new ones read it.
-        self._repaired = replace(self._repaired, changed_layout={}, conflicts={}, failed={})
-        self._lazies.note_captured()
-        self._recaptured, self._released = True, False
-        self._checks["recaptured"] = len(changed)
-        self._seconds["recapture"] = time.monotonic() - began
-
     def verify(self, update_id: str) -> WorkerReport:
         """Bring the rest after the loaded weights, and prove them. Asked for when every worker of the engine has loaded them."""
         receiver = self._expect(update_id, "applied")
@@ -293,15 +246,17 @@ class Applier:
         self._seconds["verify"] = time.monotonic() - began
         proved = "verified" if self._back is None else "rolled_back"
         self._state, self._wrote = ("failed", True) if self._error else (proved, False)
+        if not self._error:
+            self._held.proved = update_id if self._back is None else self._held.counts
+            self._sleep.forget()
         return self.report()
 
     def keep(self, update_id: str) -> WorkerReport:
         """The engine says that a verified update counts: its bytes are kept to come back to, or let go of."""
         receiver = self._expect(update_id, "verified")
-        if self._counts != update_id:
-            self._counts, self._retained = update_id, None
-            if receiver.order.retain and isinstance(incoming := self._incoming(receiver), Staged):
-                self._retained = incoming.on_host()
+        if self._held.counts != update_id:
+            incoming = self._incoming(receiver) if receiver.order.retain else None
+            self._held.settle(update_id, incoming if isinstance(incoming, Staged) else None)
             receiver.discard()
         return self.report()
 
@@ -311,13 +266,14 @@ class Applier:
         As any update it is verified when every worker has loaded it.
         """
         receiver = self._expect(update_id, "staged", "applied", "failed", "verified")
-        if self._retained is None:
+        kept = self._held.kept
+        if kept is None:
             raise InternalError("no earlier update is kept in this worker", update_id=update_id, hint="Set sync.rollback to host")
-        if beyond := self._frozen.beyond(self._retained.load_map):
+        if beyond := self._frozen.beyond(kept.load_map):
             raise ApplyFailed(f"the update that is kept left out {', '.join(beyond[:20])}, which this one wrote", names=beyond)
         began = time.monotonic()
         receiver.discard()  # memory for what the load takes
-        self._back, self._wrote = self._retained, True
+        self._back, self._wrote, self._held.proved = kept, True, ""
         self._error = self._load(self._back)
         self._state = "failed" if self._error else "applied"
         self._seconds["rollback"] = time.monotonic() - began
@@ -337,35 +293,6 @@ class Applier:
         except Exception as exc:
             return ApplyFailed(f"the weights are loaded, and what is made from them could not be: {type(exc).__name__}: {exc}")
 
-    def _follow(self) -> None:
-        """Cached values, storage and graphs follow the weights.
-
-        Not in `apply`: a run of the model, and a capture, wait for the other workers, which may have failed to load.
-        """
-        self._count(self._refresh())
-        self._guard.unproven = (*self._lazies.unrefreshable, *self._lazies.kept)
-        if self._together(self._repair):
-            self._recapture()
-
-    def _prove(self) -> VerdictNotOk | None:
-        """What stands against the update as it is now; None when it holds."""
-        waiting = vllm_compat.reload_waiting(self.model)
-        now = places(Walk(registered(self.model)))
-        changed = sorted(path for path in self._seal.keys() | now.keys() if self._seal.get(path) != now.get(path))
-        verdict = self._guard.verify(self._repaired)
-        self._count({"addresses": len(self._seal), **verdict.counts})
-        if waiting or changed:
-            bad = [*waiting, *changed]
-            return VerdictNotOk(
-                f"{len(waiting)} layer(s) unfinished, {len(changed)} tensor(s) moved or changed layout: {', '.join(bad[:20])}",
-                hint="Sync again; if it comes back, restart this engine and report its model",
-                names=bad,
-            )
-        return self._guard.broken(self._repaired, verdict)
-
-    def _count(self, counts: dict[str, int]) -> None:
-        self._checks |= {key: count for key, count in counts.items() if count}
-
     def abort(self, update_id: str) -> WorkerReport:
         """End an update, whatever its state; live storage is not touched."""
         receiver = self._receiver
@@ -378,6 +305,24 @@ class Applier:
             if not receiver.draining and self._state != "verified":  # the stream may stand in the middle of an update: meet anew
                 self._joining.leave()
         return self.report()
+
+    def fall_asleep(self, level: int) -> WorkerReport:
+        """vLLM is about to give this worker's memory back: 1 keeps the weights on the host, 2 drops them.
+
+        Raises:
+            UpdateConflict: an update is under way.
+            Refused, MemoryRefused: asleep already; no room on the host for what must not be lost.
+        """
+        if self.report().state in ("receiving", "staged", "applied"):
+            raise UpdateConflict("an update is under way in this worker", hint="Wait for it to end, or abort it")
+        counts = self._sleep.fall(level, loading.rewritten(self.model, self._base, self._frozen.names))
+        if level > 1:
+            self._held.lose()
+        return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=counts)
+
+    def woken(self) -> WorkerReport:
+        """vLLM has brought the memory back: what a deep sleep has lost, and no update brings, comes back too."""
+        return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=self._sleep.restore())
 
     def _expect(self, update_id: str, *states: str) -> Receiver:
         receiver, at = self._receiver, self.report().state

@@ -62,6 +62,14 @@ class WeightSyncExtension:
         """End an update."""
         return self._weightsync_answer(lambda: self._weightsync().abort(update_id))
 
+    def weightsync_sleep(self, level: int) -> dict[str, Any]:
+        """vLLM is about to put this worker to sleep."""
+        return self._weightsync_answer(lambda: self._weightsync().fall_asleep(level))
+
+    def weightsync_woken(self) -> dict[str, Any]:
+        """It is awake again."""
+        return self._weightsync_answer(lambda: self._weightsync().woken())
+
     def weightsync_contract(self) -> dict[str, Any]:
         """The storage contract, as it was sealed and as it fared since."""
         rank = self._weightsync_rank()

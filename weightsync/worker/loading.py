@@ -5,15 +5,19 @@ Not covered: what follows the weights (cached values, repair, graphs); that is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from weightsync.errors import ApplyFailed, WeightSyncError
+from weightsync.errors import ApplyFailed, VerdictNotOk, WeightSyncError
+from weightsync.storage.contract import Place
+from weightsync.storage.owners import Walk
+from weightsync.storage.pins import places
 from weightsync.worker import vllm_compat
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.staging import Staged
+from weightsync.worker.stored import registered
 from weightsync.worker.streaming import Streamed
 
 
@@ -34,7 +38,7 @@ def load(model: torch.nn.Module, vllm_config: Any, fresh: Any, incoming: Staged 
     taken: list[str] = []
     loaded = False
     counts["loaders_restored"] = fresh.restore_loaders(model)
-    reload = vllm_compat.Reload(model, vllm_config, fresh)
+    reload = vllm_compat.Reload(model, vllm_config, fresh, incoming.load_map.layers if incoming.load_map.part else None)
     try:
         with reload:
             model.load_weights(receipts(incoming, taken))
@@ -109,6 +113,36 @@ def _incomplete(incoming: Staged | Streamed, short: dict[str, str]) -> ApplyFail
         missing += absent or into
         said.append(f"{text}: {', '.join((absent or into)[:5])} {'did not come' if absent else 'came, and a loader passed over some'}")
     return ApplyFailed(f"{len(short)} layer(s) are incomplete: {'; '.join(said[:20])}", names=list(dict.fromkeys(missing)))
+
+
+def registered_places(model: torch.nn.Module) -> dict[str, Place]:
+    """Where every registered parameter and buffer lies, and how."""
+    return places(Walk(registered(model)))
+
+
+def unfinished(model: torch.nn.Module, seal: Mapping[str, Place]) -> VerdictNotOk | None:
+    """Layers that a load has left in pieces, and tensors that lie otherwise than at the start; None when there are none."""
+    waiting, now = vllm_compat.reload_waiting(model), registered_places(model)
+    changed = sorted(path for path in seal.keys() | now.keys() if seal.get(path) != now.get(path))
+    bad = [*waiting, *changed]
+    if not bad:
+        return None
+    return VerdictNotOk(
+        f"{len(waiting)} layer(s) unfinished, {len(changed)} tensor(s) moved or changed layout: {', '.join(bad[:20])}",
+        hint="Sync again; if it comes back, restart this engine and report its model",
+        names=bad,
+    )
+
+
+def rewritten(model: torch.nn.Module, base: LoadMap, left_out: Collection[str]) -> set[int]:
+    """Addresses of the storages that every complete update writes.
+
+    Args:
+        base: of the engine's checkpoint.
+        left_out: tensors that an update may lack.
+    """
+    paths = {place[0] for name, written in base.writes.items() if name not in left_out for place in written}
+    return {tensor.untyped_storage().data_ptr() for path, tensor in registered(model).items() if vllm_compat.plain_path(path) in paths}
 
 
 def _loaded_directly(load_map: LoadMap, layer: str) -> bool:

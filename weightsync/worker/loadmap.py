@@ -69,6 +69,7 @@ class LoadMap:
         touched: source tensors of which a loader did more than look at their shapes and take views.
         unclaimed: what no loader of this worker takes and its checkpoint has not, by the trainer's name, with how to say it: other
             workers of the engine may take it.
+        part: it is of a scope: only layers that it fills are loaded.
     """
 
     specs: dict[str, TensorSpec]
@@ -80,6 +81,7 @@ class LoadMap:
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
     unclaimed: dict[str, str] = field(default_factory=dict)
+    part: bool = False
 
     def __post_init__(self) -> None:
         self._filled: dict[str, int] | None = None
@@ -96,6 +98,11 @@ class LoadMap:
     def unused(self, names: Iterable[str]) -> frozenset[int]:
         """Which of the trainer's tensors this worker can do without: other stages' layers, other workers' experts."""
         return frozenset(index for index, raw in enumerate(names) if self.name(raw) not in self.touched)
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Paths of the layers that have parameters which are filled."""
+        return frozenset(path.rpartition(".")[0] for path in self.filled())
 
     def filled(self) -> dict[str, int]:
         """Elements of each parameter that are filled, by its path in the model."""

@@ -15,6 +15,7 @@ the model's loading.
     reload.py     one layerwise reload, run as a cold load, with what stock leaves out
     first_run.py  what a model's first run filled in, and a run like it in a live engine
     graphs.py     captured graphs released, and captured anew
+    sleeping.py   the memory that a sleep gives back
     vote.py       what the workers of a model decide together
 
 Not covered: layers that `unproved_layers` names: the engine then refuses to start.
@@ -24,8 +25,9 @@ from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
 from weightsync.worker.vllm_compat.first_run import find_lazies, note_loaded, run_once, watch_loading
 from weightsync.worker.vllm_compat.graphs import captures_graphs, graph_holders, recapture
-from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, unproved_layers
-from weightsync.worker.vllm_compat.reload import Reload, reload_waiting
+from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, plain_path, unproved_layers
+from weightsync.worker.vllm_compat.reload import Reload, reload_waiting, whole_only
+from weightsync.worker.vllm_compat.sleeping import SleepMemory
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
 from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, told, vllm_version
 from weightsync.worker.vllm_compat.vote import together
@@ -38,6 +40,7 @@ __all__ = [
     "WRITTEN_IN_PLACE",
     "Blueprint",
     "Reload",
+    "SleepMemory",
     "captures_graphs",
     "cold_load_context",
     "draw",
@@ -46,6 +49,7 @@ __all__ = [
     "meta_twin",
     "missing_layers",
     "note_loaded",
+    "plain_path",
     "recapture",
     "reload_waiting",
     "require_supported",
@@ -54,6 +58,7 @@ __all__ = [
     "told",
     "unproved_layers",
     "vllm_version",
+    "whole_only",
 ]
 
 watch_loading()

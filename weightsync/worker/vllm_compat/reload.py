@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import layerwise
 
 from weightsync.errors import ApplyFailed
@@ -57,6 +58,11 @@ class Reload:
     - Loaders may read what they load, and each element counts once (`Counter`).
     - The model's own hook behind all layers' processing runs, as in a cold load.
 
+    Of a part of the model's layers (`layers`) the rest is not taken apart, gets nothing and is
+    not processed, but for what is derived from loaded layers: attention that holds one of
+    them, and layers tied to one. A model with a hook of its own is not reloaded in part
+    (`whole_only`): the hook would run over layers that it has been over.
+
     Use as a context manager: on the way out after an error the structure is put
     back (no tensor left on meta, nothing buffered), values of layers that were
     processed stay new.
@@ -65,11 +71,16 @@ class Reload:
         model: the live model.
         vllm_config: the engine's configuration.
         fresh: what the model has when it is fresh.
+        layers: paths of the layers to reload; all when None.
+
+    Raises:
+        ApplyFailed: the model has no layer of such a path.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, fresh: Blueprint) -> None:
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, fresh: Blueprint, layers: Collection[str] | None = None) -> None:
         self._model, self._config, self._fresh = model, vllm_config, fresh
         self._paths = {layer: plain_path(path) for path, layer in model.named_modules()}
+        self._part: Any = model if layers is None else _Part(model, _with_their_attention(self._paths, layers))
         self._experts: dict[int, Any] = {}
         self._made: dict[str, torch.Tensor] = {}  # of the layer that is processed right now
         self._apart: dict[str, tuple[torch.Tensor, Alias]] = {}  # parameter path to a buffer that was its view, and is not
@@ -91,7 +102,7 @@ class Reload:
         self._replace("materialize_layer", self._materialise)
         self._replace("_copy_and_restore_kernel_tensors", self._place)
         try:
-            layerwise.initialize_layerwise_reload(self._model)
+            layerwise.initialize_layerwise_reload(self._part)
             self._unset()
         except BaseException as exc:  # a failing __enter__ gets no __exit__
             self.__exit__(type(exc), exc, exc.__traceback__)
@@ -121,8 +132,9 @@ class Reload:
         kernel derived from the old weights, on a CPU a packed copy, would stay.
         """
         named = dict(self._model.named_modules())
+        part = set(self._part.modules())
         before = {path: layerwise.get_layerwise_info(layer) for path, layer in named.items()}
-        unloaded = {path for path, info in before.items() if info.can_load() and info.load_numel == 0}
+        unloaded = {path for path, info in before.items() if named[path] not in part or (info.can_load() and info.load_numel == 0)}
         layerwise.finalize_layerwise_reload(self._model, self._config.model_config)
         for buffer, view in self._loaded:
             buffer.data.copy_(view)
@@ -245,6 +257,38 @@ class Reload:
                 count += 1
         layerwise.LOADING_LAYERS.clear()
         return count
+
+
+class _Part:
+    """A model of which vLLM's functions see some layers; in all else it is the model."""
+
+    def __init__(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        vars(self).update(_model=model, _layers=layers)
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(self._layers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+
+def _with_their_attention(paths: dict[torch.nn.Module, str], layers: Collection[str]) -> list[torch.nn.Module]:
+    """The modules of some layers, and attention that holds one of them: what it has absorbed of a projection is made anew."""
+    found = {layer for layer, path in paths.items() if path in layers}
+    if gone := sorted(set(layers) - {paths[layer] for layer in found}):
+        raise ApplyFailed(f"{len(gone)} layer(s) are not in the live model: {', '.join(gone[:20])}", names=gone)
+    holders = {layer for layer in paths if is_deferred_attention_layer(layer) and not found.isdisjoint(layer.modules())}
+    return [layer for layer in paths if layer in found or layer in holders]
+
+
+def whole_only(model: torch.nn.Module) -> str:
+    """Why a model can't be reloaded in part; empty where it can."""
+    if getattr(model, "process_weights_after_loading", None) is None:
+        return ""
+    return f"{type(model).__name__} has a hook of its own that runs over all of its layers when they are loaded"
 
 
 def _holds_values(value: object) -> bool:
