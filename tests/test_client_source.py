@@ -538,16 +538,16 @@ def test_a_scope_takes_its_tensors_out_of_any_source() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     pairs = list(model.named_parameters())
     for source in (model, dict(pairs), pairs, iter(pairs)):
-        assert [spec.name for spec in offer(source, ["1.*"]).manifest.tensors] == ["1.weight", "1.bias"]
-    assert [spec.name for spec in offer(model, ["*.bias", "0.w?ight"]).manifest.tensors] == ["0.weight", "0.bias", "1.bias"]
-    assert len(offer(model, None).manifest.tensors) == 4
+        assert [spec.name for spec in offer(source, scope=["1.*"]).manifest.tensors] == ["1.weight", "1.bias"]
+    assert [spec.name for spec in offer(model, scope=["*.bias", "0.w?ight"]).manifest.tensors] == ["0.weight", "0.bias", "1.bias"]
+    assert len(offer(model, scope=None).manifest.tensors) == 4
 
 
 def test_a_scope_that_takes_nothing_or_is_no_list_is_refused() -> None:
     model = torch.nn.Linear(2, 3)
     with pytest.raises(ManifestRefused, match=r"scope: none of 2 tensors matches 'layers\.\*'") as caught:
-        offer(model, ["layers.*"])
+        offer(model, scope=["layers.*"])
     assert "'weight'" in caught.value.hint
     for scope in ("weight", [], ()):
         with pytest.raises(ConfigError, match="want a list of patterns"):
-            offer(model, scope)
+            offer(model, scope=scope)

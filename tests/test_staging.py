@@ -92,8 +92,9 @@ def test_a_staged_update_gives_its_tensors_and_leaves_out_what_is_skipped() -> N
 
 
 MEGABYTE = 1 << 20
-BIG = {"mine": torch.full((MEGABYTE,), 1, dtype=torch.uint8), "theirs": torch.full((3 * MEGABYTE,), 2, dtype=torch.uint8),
-       "more": torch.full((5 * MEGABYTE,), 3, dtype=torch.uint8), "last": torch.full((5,), 4, dtype=torch.uint8)}  # fmt: skip
+#: Together more than the allocator ever takes from memory that it has already.
+BIG = {"mine": torch.full((MEGABYTE,), 1, dtype=torch.uint8), "theirs": torch.full((16 * MEGABYTE,), 2, dtype=torch.uint8),
+       "more": torch.full((24 * MEGABYTE,), 3, dtype=torch.uint8), "last": torch.full((5,), 4, dtype=torch.uint8)}  # fmt: skip
 
 
 def resident(data: torch.Tensor) -> int:

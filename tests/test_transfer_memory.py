@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.test_overlap import gathered
+from tests.test_overlap import Gathered
 from tests.wires import Ends, same_bits
 from weightsync.transport import digest
 from weightsync.transport.beside import Beside
@@ -103,7 +103,7 @@ def taken(ends: Ends, receive: bool) -> int:
 
 
 def weights_of(ends: Ends) -> list[torch.Tensor]:
-    return list(ends.offer.tensors)
+    return [ends.offer.read(index) for index in range(len(ends.offer.manifest.tensors))]
 
 
 @pytest.mark.parametrize("kind", ["resident", "gathered"])
@@ -111,7 +111,7 @@ def test_a_trainer_takes_two_buckets_and_the_largest_tensor(kind: str) -> None:
     tensors = weights()
     if kind == "gathered":
         del tensors["turned"]  # what a gather makes is contiguous
-    peak = taken(Ends(gathered(tensors) if kind == "gathered" else tensors, BUCKET), receive=False)
+    peak = taken(Ends(Gathered(tensors) if kind == "gathered" else tensors, BUCKET), receive=False)
     assert 2 * BUCKET < peak <= 2 * BUCKET + LARGEST + SCRATCH
 
 

@@ -22,7 +22,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Bytes per element of every dtype that may travel, by its safetensors-like name.
 DTYPE_BYTES: dict[str, int] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_overlap import gathered
+from tests.test_overlap import Gathered
 from tests.wires import Wire, order_of, same_bits
 from weightsync.client.sender import Sender
 from weightsync.client.source import offer
@@ -146,7 +146,7 @@ def grown(work: Callable[[], Any]) -> int:
 def test_a_trainer_takes_two_buckets_and_the_largest_tensor(kind: str) -> None:
     tensors = weights()
     del tensors["turned"]
-    source = gathered(tensors) if kind == "gathered" else tensors
+    source = Gathered(tensors) if kind == "gathered" else tensors
     largest = LARGEST if kind == "gathered" else 0
     took = grown(lambda: sent(source))
     assert 2 * BUCKET + largest <= took <= 2 * BUCKET + largest + SCRATCH

@@ -22,6 +22,12 @@ def huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def small_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """The reverse, for what will be let go of in part: in a huge page the system brings that back beside what is kept."""
+    _advise(tensor, mmap.MADV_NOHUGEPAGE)
+    return tensor
+
+
 def let_go(tensor: torch.Tensor) -> None:
     """Give the whole pages of a CPU tensor back to the system; what is read there afterwards is zeros. A wish, too."""
     _advise(tensor, mmap.MADV_DONTNEED)

@@ -22,7 +22,7 @@ import torch
 
 from weightsync.errors import MemoryRefused, WeightSyncError
 from weightsync.protocol import Manifest
-from weightsync.transport.memory import huge_pages, let_go
+from weightsync.transport.memory import huge_pages, let_go, small_pages
 from weightsync.transport.packing import Bucket, BucketPlan, Piece
 from weightsync.worker.loadmap import LoadMap
 
@@ -69,6 +69,8 @@ class Staged:
         if self.data.device.type == "cpu":
             return self
         data = torch.empty(self.data.numel(), dtype=torch.uint8)
+        if self.unused:
+            small_pages(data)
         for index, spec in enumerate(self.manifest.tensors):
             if index not in self.unused:
                 run = slice(self.offsets[index], self.offsets[index] + spec.nbytes)
@@ -159,8 +161,7 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
     kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets)
     require_room(kept, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
     data = torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
-    # In huge pages the system brings back what was let go of beside what is kept.
-    return data if spared else huge_pages(data)
+    return small_pages(data) if spared else huge_pages(data)
 
 
 def require_room(nbytes: int, where: torch.device, what: str, hint: str) -> None:
