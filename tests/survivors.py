@@ -261,8 +261,8 @@ def train(state: dict[str, Any], url: str, version: int, moment: str, seconds: f
             state["pipe"].send((False, "here"))
             state["pipe"].recv()
 
-    connect = type(sync._link).connect
-    sync._link.connect = lambda *args: (stand() if moment == "before" else None, connect(sync._link, *args))[1]  # type: ignore[method-assign]
+    connect = type(sync._joined).connect
+    sync._joined.connect = lambda *args: (stand() if moment == "before" else None, connect(sync._joined, *args))[1]  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         published = sync.publish(

@@ -22,7 +22,7 @@ import torch
 from tests import bench, random_models
 from tests.test_ledger import engine
 from weightsync import WeightSync
-from weightsync.client import link
+from weightsync.client import joined
 from weightsync.client.rollouts import Rollouts
 from weightsync.client.sender import Sender
 from weightsync.client.source import offer
@@ -148,7 +148,7 @@ class Service:
 def test_what_one_engine_lost_is_raised_and_the_next_sync_sends_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result was thrown away, and what the trainer had noted as sent was never sent again."""
     service, wires = Service(), list[Wire]()
-    monkeypatch.setattr(link, "join", lambda *_, **__: wires.append(Wire(service.through, 0)) or wires[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(joined, "join", lambda *_, **__: wires.append(Wire(service.through, 0)) or wires[-1])  # type: ignore[func-returns-value]
     sync = WeightSync("http://service", "token", bucket_bytes=BUCKET)
     sync._http = service  # type: ignore[assignment]
     tensors = some_tensors(1)

@@ -56,9 +56,9 @@ def device_of(info: CommunicatorInfo) -> torch.device:
 def request_of(tensors: Tensors, bucket: int, seconds: float, reach: tuple[str, str], transport: str) -> UpdateRequest:
     manifest = offer(tensors).manifest
     plan = plan_buckets(manifest, bucket)
-    return UpdateRequest(
-        "u", "trainer", 1, manifest, bucket, plan.hash, seconds, transport, "2.13.0", allow_nonfinite=True, socket=reach[0], secret=reach[1]
-    )
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if transport == "nccl" else ""
+    about = {"nccl_version": nccl, "allow_nonfinite": True, "socket": reach[0], "secret": reach[1]}
+    return UpdateRequest("u", "trainer", 1, manifest, bucket, plan.hash, seconds, transport, torch.__version__, **about)
 
 
 def send(state: dict[str, Any], info: CommunicatorInfo, tensors: Tensors, bucket: int, hold: bool = False, seconds: float = 20.0) -> None:

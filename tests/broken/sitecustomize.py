@@ -64,7 +64,9 @@ def break_(module: Any) -> None:
         return stock_load(self, incoming if fault is None else Broken(incoming, fault["at"]))
 
     def prove(self: Any) -> Any:
-        return module.VerdictNotOk(SAID) if due(self, "verify") else stock_prove(self)
+        from weightsync.errors import VerdictNotOk
+
+        return VerdictNotOk(SAID) if due(self, "verify") else stock_prove(self)
 
     applier._load, applier._prove = load, prove
 

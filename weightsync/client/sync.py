@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from weightsync.client.follower import Follower
-from weightsync.client.link import Link
+from weightsync.client.joined import Joined
 from weightsync.client.published import Published, failure
 from weightsync.client.ranks import Kind, Ranks
 from weightsync.client.sender import Progress, Sender
@@ -89,7 +89,7 @@ class WeightSync(View):
         self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
         self._allow_nonfinite = allow_nonfinite
         self._trainer_id = uuid.uuid4().hex
-        self._link = Link(timeout_seconds, interface)
+        self._joined = Joined(timeout_seconds, interface)
         self._published: Published | None = None
         self._sending: threading.Thread | None = None
         self._dtypes: dict[str, str] = {}  # as committed last
@@ -109,7 +109,7 @@ class WeightSync(View):
         with self._lock:
             if self._published is not None and self._follower is None:
                 self._give_up(self._published, "the trainer closed")
-            self._link.close()
+            self._joined.close()
         if self._ranks is not None:
             self._ranks.close()
         self._http.close()
@@ -302,7 +302,7 @@ class WeightSync(View):
     ) -> tuple[UpdateRequest, BucketPlan]:
         if version is None:
             version = (self.status().committed_version or 0) + 1
-        listener = self._link.listener()
+        listener = self._joined.listener()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
             plan = plan_buckets(offered.manifest, self._bucket_bytes)
@@ -331,7 +331,9 @@ class WeightSync(View):
         """Body of the sending thread."""
         start = time.monotonic()
         try:
-            channel = self._link.connect(published.admission.communicator, offered.device, published._deadline, published._cancelled.is_set)
+            channel = self._joined.connect(
+                published.admission.communicator, offered.device, published._deadline, published._cancelled.is_set
+            )
             published._seconds["connect"] = time.monotonic() - start
             published._await_go()
             sender.send(channel, published._deadline, published._cancelled.is_set, lambda: self._all_read(published, offered))
@@ -343,7 +345,7 @@ class WeightSync(View):
         finally:
             published._seconds |= sender.seconds
             if published._error is not None:
-                self._link.leave()
+                self._joined.leave()
             published._end(None)
 
     def _all_read(self, published: Published, offered: Offer) -> None:
@@ -379,7 +381,7 @@ class WeightSync(View):
         self._withdraw(published.update_id, reason, _WITHDRAW_SECONDS)
         if self._published not in (None, published):
             return  # a later update of this trainer is using the communicator
-        self._link.leave()
+        self._joined.leave()
         # It may commit yet, and the workers then keep a communicator that this side has left: be a new trainer to them.
         self._trainer_id = uuid.uuid4().hex
         if self._published is published:
@@ -388,7 +390,7 @@ class WeightSync(View):
     def _report(self, published: Published, status: UpdateStatus) -> SyncReport:
         self._published = None
         if status.state != UpdateState.COMMITTED:
-            self._link.leave()
+            self._joined.leave()
             raise failure(status) from published._error
         self._dtypes |= published._dtypes
         published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run

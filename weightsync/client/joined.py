@@ -19,7 +19,7 @@ from weightsync.transport.local import Listener
 _CONNECT_SECONDS = 30.0
 
 
-class Link:
+class Joined:
     """The channel of a trainer, kept while the service names the same.
 
     Args:
