@@ -101,7 +101,6 @@ def engine(started: Engine) -> Engine:
 
 
 REFUSED, TRANSPORT, DIGEST, APPLY = "manifest_refused", "transport_failed", "digest_mismatch", "apply_failed"
-QKV, GATE_UP = "model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"
 DOWN, NORM = "model.layers.1.mlp.down_proj", "model.layers.1.input_layernorm"
 #: Fault to how far it comes, the error's code, and what its names begin with, in any order.
 TABLE: dict[str, tuple[str, str, set[str]]] = {
@@ -124,15 +123,15 @@ TABLE: dict[str, tuple[str, str, set[str]]] = {
     **{
         f"{name}, admitted": ("apply", APPLY, names)
         for name, names in {
-            "q missing": {QKV},
-            "k missing": {QKV},
-            "v missing": {QKV},
-            "up missing": {GATE_UP},
-            "norm missing": {NORM},
-            "qkv missing": {QKV},
-            "down missing": {DOWN},
-            "embedding missing": {"model.embed_tokens"},
-            "head missing": {"lm_head"},
+            "q missing": {Q},
+            "k missing": {K},
+            "v missing": {V},
+            "up missing": {UP},
+            "norm missing": {f"{NORM}.weight"},
+            "qkv missing": {Q, K, V},
+            "down missing": {f"{DOWN}.weight"},
+            "embedding missing": {"model.embed_tokens.weight"},
+            "head missing": {"lm_head.weight"},
             "layer missing": {"model.layers.1."},
             "wrong shape": {K},
         }.items()

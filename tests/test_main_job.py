@@ -182,7 +182,7 @@ def _refusals(good: dict[str, torch.Tensor]) -> dict[str, tuple[Any, type[Weight
         "unknown": ({**good, "model.layers.9.mlp.up_proj.weight": good[some]}, ManifestRefused, "model.layers.9.mlp.up_proj.weight"),
         "missing": ({k: v for k, v in good.items() if k != some}, ManifestRefused, some),
         "misshapen": ({**good, some: good[some][:-1]}, ManifestRefused, some),
-        "dtype": ({**good, some: good[some].float()}, ManifestRefused, "float32, want bfloat16"),
+        "dtype": ({**good, some: good[some].float()}, ManifestRefused, "is float32, was bfloat16"),
         "prefixed": ({f"policy.{k}": v for k, v in good.items()}, ManifestRefused, "have the prefix 'policy.'"),
         "empty": ({}, ManifestRefused, "empty"),
         "twice": ([*good.items(), (some, good[some])], ManifestRefused, some),

@@ -60,6 +60,27 @@ def test_segments_of_killed_children_go_at_the_next_start_and_sockets_with_them(
         segment.unlink(missing_ok=True)
 
 
+def test_what_a_dying_child_still_holds_goes_at_the_start_behind_the_next(scratch: Scratch) -> None:
+    scratch.open()
+    child, segment = _maker()
+    try:
+        scratch.note()
+        (notes,) = scratch.folder.iterdir()
+        held = notes.read_text()
+        again = Scratch(scratch.folder.name.rpartition("-")[2])
+        again.folder = scratch.folder  # a new process of the same engine
+        again.open()
+        child.kill()
+        child.wait()
+        again.note()
+        assert segment.name in held and segment.name in notes.read_text() and segment.exists()
+        again.close()
+        assert not segment.exists()
+    finally:
+        child.kill()
+        segment.unlink(missing_ok=True)
+
+
 def test_segments_of_others_stay(scratch: Scratch) -> None:
     scratch.open()
     scratch.note()

@@ -125,6 +125,7 @@ def test_a_commit_made_twice_is_one_and_what_follows_it_changes_nothing(fleet: F
     assert len(made) == 5 and all(one == made[0] for one in made) and made[0]["state"] == "committed"
     assert [v["pause_seconds"] for v in made[0]["verdicts"]] == [v.pause_seconds for v in report.verdicts]
     assert fleet.get("/v1/updates").json()[0] == made[0]
-    again = fleet.post("/v1/updates", encode(replace(published._request)))
+    request, _ = sync._request(offer(tensors(KIND, 2)), published.version, 60.0)
+    again = fleet.post("/v1/updates", encode(replace(request, update_id=published.update_id)))
     assert again.status_code == 409 and "has ended (committed)" in again.json()["error"]["message"]
     assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 2)

@@ -41,6 +41,7 @@ class Scratch:
         fits = len(tempfile.gettempdir()) + 1 + len(own) + 37 <= 107
         self.folder = Path(tempfile.gettempdir() if fits else "/tmp") / own
         self._memory = memory
+        self._owed: set[str] = set()  # noted by an earlier process, some of whose children still live
 
     def open(self) -> dict[str, str]:
         """Remove what an earlier process left, and make the folder; returns the variables that lead vLLM here."""
@@ -52,7 +53,7 @@ class Scratch:
         """Write down the segments that this process and its children have mapped."""
         here = psutil.Process()
         names = segments(path for process in (here, *here.children(recursive=True)) for path in _mapped(process))
-        (self.folder / _NOTES).write_text(json.dumps(sorted(names)))
+        (self.folder / _NOTES).write_text(json.dumps(sorted(names | self._owed)))
 
     def close(self) -> None:
         """Remove the folder, and the segments noted in it that no process has mapped."""
@@ -61,6 +62,7 @@ class Scratch:
             noted = set(json.loads((self.folder / _NOTES).read_text()))
         if noted:
             used = segments(path for process in psutil.process_iter() for path in _mapped(process))
+            self._owed = noted & used
             for name in noted - used:
                 with contextlib.suppress(OSError):
                     (self._memory / name).unlink()

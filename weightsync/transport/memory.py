@@ -28,9 +28,10 @@ def small_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def let_go(tensor: torch.Tensor) -> None:
+def let_go(tensor: torch.Tensor) -> torch.Tensor:
     """Give the whole pages of a CPU tensor back to the system; what is read there afterwards is zeros. A wish, too."""
     _advise(tensor, mmap.MADV_DONTNEED)
+    return tensor
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> None:
