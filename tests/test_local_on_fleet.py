@@ -14,7 +14,7 @@ import pytest
 
 from tests.fleets import Fleet, answers, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 KIND = "qwen3"
 BUCKET = 60_000

@@ -68,6 +68,7 @@ def follows(fleet: Fleet, kind: str, tensors: Any, cold: Cold, workers: int) -> 
     return verdicts
 
 
+@pytest.mark.slow
 def test_an_engine_of_two_tensor_parallel_workers_equals_a_cold_one_to_new_weights_and_back(
     checkpoint: Any, tensors: Any, tmp_path: Path
 ) -> None:

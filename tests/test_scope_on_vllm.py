@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "int8-channel": (("model.layers.1.*",), set()),
     "mla": (("model.layers.0.self_attn.*",), {"model.layers.0.self_attn.mla_attn.mla_attn"}),
 }
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mla",)]
+QUICK = "qwen3-moe"
 SECONDS = 200.0
 PROCESS = "process_weights_after_loading"
 
@@ -134,7 +134,7 @@ def require_equal(seen: Any, cold: Any) -> None:
     assert {path for part in ("registered", "owned") for path in seen[part] if seen[part][path] != cold[part].get(path)} == set()
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "mla"), *SLOW])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == QUICK else pytest.mark.slow) for kind in KINDS])
 def test_a_scope_follows_to_the_bit_and_nothing_outside_of_it_is_touched(kind: str, checkpoint: Any, tmp_path: Path) -> None:
     scope, derived = KINDS[kind]
     with started(kind, scope, checkpoint, tmp_path) as (peer, cold):
@@ -152,6 +152,7 @@ def test_a_scope_follows_to_the_bit_and_nothing_outside_of_it_is_touched(kind: s
         assert after["changed"] == {} and after["ours"] == []
 
 
+@pytest.mark.slow
 def test_going_back_behind_partial_updates_restores_all_that_counted(checkpoint: Any, tmp_path: Path) -> None:
     """What is kept is the complete update with the partial one merged into it, whichever of the two failed behind."""
     scope = KINDS["qwen3"][0]
@@ -169,6 +170,7 @@ def test_going_back_behind_partial_updates_restores_all_that_counted(checkpoint:
         require_equal(done["after"], cold["a"])
 
 
+@pytest.mark.slow
 def test_a_partial_update_that_failed_leaves_no_mixture_that_counts(checkpoint: Any, tmp_path: Path) -> None:
     """Half of it written, and no way back: nothing partial is taken before a complete update has been proved."""
     scope = KINDS["qwen3"][0]

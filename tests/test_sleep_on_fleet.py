@@ -28,6 +28,7 @@ def drowsy(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert running.stop() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_sleeps_and_wakes_at_both_levels_and_equals_a_cold_one(drowsy: Fleet, tensors: Any, cold: Any) -> None:
     with drowsy.client(bucket_bytes=60_000) as sync:
         through_a_light_sleep(drowsy, sync, lambda seed: tensors("qwen3", seed))

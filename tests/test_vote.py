@@ -52,6 +52,7 @@ def decided(rounds: list[tuple[str, str]], folder: Path) -> list[list[object]]:
     return [[json.loads(line) for line in out.splitlines() if line[:1] in '"tf'] for out in said]
 
 
+@pytest.mark.slow
 def test_a_step_is_made_by_all_when_one_wants_it_and_by_none_when_one_failed(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     other = "ApplyFailed: another worker of th"
