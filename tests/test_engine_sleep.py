@@ -71,7 +71,7 @@ class Sleeper(Core):
         return await super().pause()
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        if method in ("weightsync_sleep", "weightsync_woken"):
+        if method in ("weightsync_sleep", "weightsync_woken", "weightsync_stay_awake"):
             self.done.append(method)
             return [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]
         return await super().rpc(method, *args)
@@ -200,7 +200,8 @@ def test_an_engine_with_an_update_under_way_does_not_fall_asleep(engine: Engine)
     with pytest.raises(WeightSyncError, match="an update is under way in this worker"):
         ask(engine, "sleep", 2)
     engine.require(1)
-    assert engine.workers[1].applier._held.proved, "nothing was given up"
+    for worker in engine.workers:
+        assert worker.applier._held.proved and not worker.applier._sleep._saved, "nothing was given up, nothing will be brought back"
 
 
 @pytest.mark.parametrize("step", ["sleep 1", "weights", "rest"])
@@ -212,6 +213,20 @@ def test_a_sleep_or_a_wake_that_fails_puts_the_engine_out_until_the_next_update(
     assert (engine.actor._state, engine.actor._version, engine.actor._refusal()) == (EngineState.QUARANTINED, None, "sleep_failed")
     for worker in engine.workers:
         worker.memory.wake()
+    assert engine.update(2)["committed"]
+    engine.require(2)
+
+
+@pytest.mark.parametrize("step", ["weights", "rest"])
+def test_a_wake_that_failed_is_tried_again_and_ends_with_pending_weights(step: str, engine: Engine) -> None:
+    core(engine).breaks = step
+    ask(engine, "sleep", 1)
+    with pytest.raises(WeightSyncError, match="RuntimeError: out of memory"):
+        ask(engine, "wake")
+    core(engine).breaks = ""
+    status = ask(engine, "wake")
+    assert (status.state, status.version, engine.actor._sleeping.level) == (EngineState.PENDING, None, 0)
+    assert ask(engine, "wake") == status, "again is nothing new"
     assert engine.update(2)["committed"]
     engine.require(2)
 

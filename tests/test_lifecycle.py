@@ -130,7 +130,7 @@ def test_dead_engines_and_controllers_come_back(checkpoint: Any, tensors: Any, c
     finally:
         assert fleet.stop() == 0
     # Not even what the engine that was killed had made.
-    assert (_shared_memory() - segments, _sockets() - sockets) == (set(), set())
+    assert wait_until(lambda: _shared_memory() <= segments and _sockets() <= sockets, 5, "nothing is left")
 
 
 def _status(sync: Any) -> Any:

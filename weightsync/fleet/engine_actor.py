@@ -6,7 +6,6 @@ committed version and update id. An update is told to it in short calls (`begin`
 version, resume. What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`).
-
 An actor that Ray restarted begins with pending weights, as at first.
 
 Not covered: handing its weights to another engine.
@@ -95,7 +94,6 @@ class EngineActor:
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
-        await asyncio.to_thread(self._scratch.note)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:
             self._state, self._reason = EngineState.QUARANTINED, error.code
@@ -115,6 +113,7 @@ class EngineActor:
         host, port = sock.getsockname()[:2]
         if host in ("0.0.0.0", "::"):  # an address to listen on, not one to call
             host = ray.util.get_node_ip_address()
+        await asyncio.to_thread(self._scratch.note)  # what all of vLLM's parts have made by now
         self._url, self._reason = f"http://{host}:{port}", "pending_weights"
 
     def _token(self) -> str:
@@ -221,7 +220,7 @@ class EngineActor:
     async def wake(self) -> dict[str, Any]:
         """Take the memory again. Behind level 1 it does what it did before; behind level 2 it has pending weights."""
         async with self._resting:
-            if self._state == EngineState.ASLEEP:
+            if self._state == EngineState.ASLEEP or self._reason == "sleep_failed":
                 self._state, self._reason = await self._rest(self._sleeping.wake(self._live()))
             return self._describe()
 
@@ -230,6 +229,7 @@ class EngineActor:
         try:
             return await step
         except Exception as exc:
+            self._sleeping.failed()
             self._state, self._reason, self._version = EngineState.QUARANTINED, "sleep_failed", None
             if isinstance(exc, WeightSyncError):
                 exc.engine = self._ordinal

@@ -111,7 +111,10 @@ class Roster:
             handle = self._handle(ordinal)
             method, args = (handle.sleep, (level,)) if level else (handle.wake, ())
             answer = await call(method, *args, timeout_seconds=timeout_seconds, engine=ordinal)
-            self._ledger.see(decode(EngineStatus, answer["status"]))
+            status = decode(EngineStatus, answer["status"])
+            self._ledger.see(status)
+            if self._ledger.came_late(status):
+                await self._retire(status)
 
         chosen = dict.fromkeys(engines or range(self._count))
         for failed in await asyncio.gather(*map(one, chosen), return_exceptions=True):

@@ -60,7 +60,11 @@ class Sleeping:
         if level not in LEVELS:
             raise Refused(f"level {level}: want 1 (weights are kept on the host) or 2 (weights are dropped)")
         engine.check_sleep()
-        await _all(engine, "weightsync_sleep", level)
+        try:
+            await _all(engine, "weightsync_sleep", level)
+        except WeightSyncError:
+            await engine.rpc("weightsync_stay_awake")
+            raise
 
     async def fall(self, engine: SleepingEngine, level: int, before: tuple[EngineState, str]) -> None:
         """Give the memory back."""
@@ -83,6 +87,10 @@ class Sleeping:
             await engine.pause()
         self.level = 0
         return state, reason
+
+    def failed(self) -> None:
+        """A step failed: nobody knows what the engine holds, and waking may be tried again."""
+        self.before = (EngineState.PENDING, "pending_weights")
 
 
 async def _all(engine: SleepingEngine, method: str, *args: Any) -> None:

@@ -150,18 +150,18 @@ class Applier(Following):
         if order.request.scope and (why := vllm_compat.whole_only(self.model)):
             raise ManifestRefused(f"no part of this model can be updated by itself: {why}", hint="Send a complete update, without a scope")
         twin, scope = (lambda: vllm_compat.meta_twin(self.vllm_config)), order.request.scope
-        self._map = admission.admit(order.request.manifest, self._base, twin, self._tied, self._frozen, scope, self._alone, self._map)
-        self._heads = admission.tied_heads(self._map) if self._tied else {}
-        if self._heads and order.stage == "none":
+        found = admission.admit(order.request.manifest, self._base, twin, self._tied, self._frozen, scope, self._alone, self._map)
+        heads = admission.tied_heads(found) if self._tied else {}
+        if heads and order.stage == "none":
             raise ManifestRefused(
-                f"{', '.join(self._heads)}: this model's output head is its embedding; whether both are equal shows only in staged bytes",
+                f"{', '.join(heads)}: this model's output head is its embedding; whether both are equal shows only in staged bytes",
                 hint="Leave it out, or set sync.stage to auto",
-                names=list(self._heads),
+                names=list(heads),
             )
-        dtypes = self._map.loaded_as()
         connect, landing = self._joining.begin(order), joining.landing(order, self.device)
-        unused = self._unused(self._map, order.request.manifest.tensors)
-        self._receiver = Receiver(order, self.rank, self.device, landing, connect, dtypes, unused)
+        unused = self._unused(found, order.request.manifest.tensors)
+        receiver = Receiver(order, self.rank, self.device, landing, connect, found.loaded_as(), unused)
+        self._map, self._heads, self._receiver = found, heads, receiver
         self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
         self._receiver.start()
@@ -316,13 +316,18 @@ class Applier(Following):
         if self.report().state in ("receiving", "staged", "applied"):
             raise UpdateConflict("an update is under way in this worker", hint="Wait for it to end, or abort it")
         counts = self._sleep.fall(level, loading.rewritten(self.model, self._base, self._frozen.names))
-        if level > 1:
-            self._held.lose()
         return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=counts)
 
     def woken(self) -> WorkerReport:
         """vLLM has brought the memory back: what a deep sleep has lost, and no update brings, comes back too."""
+        if self._sleep.deep:
+            self._held.lose()
         return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=self._sleep.restore())
+
+    def stay_awake(self) -> WorkerReport:
+        """The sleep that was prepared does not come: another worker can't."""
+        self._sleep.forget()
+        return WorkerReport(self.rank, "", "none", wrote=self._wrote)
 
     def _expect(self, update_id: str, *states: str) -> Receiver:
         receiver, at = self._receiver, self.report().state

@@ -70,6 +70,10 @@ class WeightSyncExtension:
         """It is awake again."""
         return self._weightsync_answer(lambda: self._weightsync().woken())
 
+    def weightsync_stay_awake(self) -> dict[str, Any]:
+        """The sleep that was prepared does not come."""
+        return self._weightsync_answer(lambda: self._weightsync().stay_awake())
+
     def weightsync_contract(self) -> dict[str, Any]:
         """The storage contract, as it was sealed and as it fared since."""
         rank = self._weightsync_rank()

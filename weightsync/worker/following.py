@@ -67,9 +67,13 @@ class Following:
                 self._lazies.reset()
             return found
 
+        def run() -> bool:
+            vllm_compat.run_once(self._runner)
+            return False
+
         try:
             if self._together(take_back):
-                vllm_compat.run_once(self._runner)
+                self._together(run)  # also behind it: one that failed alone tells the others at once
         finally:
             counts = self._lazies.settle() if len(self._lazies) else {}
         return counts

@@ -38,7 +38,7 @@ class Held:
         Raises:
             BaseRefused: names both.
         """
-        if order.request.scope and self.proved != order.base_update:
+        if order.request.scope and (not self.proved or self.proved != order.base_update):
             raise BaseRefused(
                 f"the update builds on version {order.base_version} (update {order.base_update}), and this worker holds "
                 + (f"update {self.proved}" if self.proved else "no proved update"),
@@ -69,7 +69,9 @@ def _merged(kept: Staged | None, part: Staged) -> Staged | None:
     index = {kept.load_map.name(spec.name): number for number, spec in enumerate(kept.manifest.tensors)}
     pairs = []
     for number, spec in enumerate(part.manifest.tensors):
-        if number in part.unused or (name := part.load_map.name(spec.name)) not in part.load_map.writes:
+        name = part.load_map.name(spec.name)
+        # A loader that holds tensors back and stores what it makes of them writes under the name of the last.
+        if number in part.unused or name not in part.load_map.writes.keys() | part.load_map.touched:
             continue
         at = index.get(name)
         if (

@@ -53,6 +53,7 @@ class Sleep:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._saved: dict[int, tuple[Span, torch.Tensor]] = {}
+        self.deep = False  # at the level that drops weights, or about to
 
     def require_awake(self) -> None:
         """Refuse what needs the memory.
@@ -78,7 +79,7 @@ class Sleep:
             Refused: it is asleep already.
         """
         self.require_awake()
-        self._saved = {}
+        self.forget()
         if level < 2:
             return {}
         spans = [span for span in self._memory.blocks() if span.address not in rewritten]
@@ -89,7 +90,7 @@ class Sleep:
             copy = torch.empty(span.nbytes, dtype=torch.uint8)
             self._memory.read(span.address, copy)
             saved[span.address] = (span, copy)
-        self._saved = saved
+        self._saved, self.deep = saved, True
         return {"constants": len(saved), "constant_bytes": nbytes}
 
     def restore(self) -> dict[str, int]:
@@ -121,5 +122,5 @@ class Sleep:
         return {"constants_restored": count}
 
     def forget(self) -> None:
-        """An update was proved: nothing is owed any more."""
-        self._saved = {}
+        """An update was proved, or the sleep did not come: nothing is owed any more."""
+        self._saved, self.deep = {}, False
