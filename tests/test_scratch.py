@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.fleet.scratch import Scratch, segments
+from weightsync.fleet.scratch import Scratch
 
 MAKER = """
 import sys, time
@@ -124,6 +126,33 @@ def test_sockets_fit_in_however_long_the_temporary_folder_s_name_is(monkeypatch:
         assert str(made).startswith(folder) == (len(folder) < 30)
 
 
-def test_names_of_segments_are_found_among_mapped_files() -> None:
-    mapped = ["/dev/shm/psm_1a2b", "/dev/shm/sem.mp-x_y1 (deleted)", "/dev/shm/plasma", "/usr/lib/psm_1", "[heap]", "/dev/shm/psm_../x"]
-    assert segments(mapped) == {"psm_1a2b", "sem.mp-x_y1"}
+def test_a_semaphore_is_known_by_its_file_whatever_the_map_calls_it(scratch: Scratch) -> None:
+    context = multiprocessing.get_context("spawn")
+    before = set(os.listdir("/dev/shm"))
+    held = context.Lock()
+    (name,) = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sem.mp-")}
+    scratch.open()
+    scratch.note()
+    assert name in (scratch.folder / "segments.json").read_text()
+    scratch.close()
+    assert (Path("/dev/shm") / name).exists() and held
+
+
+def test_notes_name_segments_alone_and_count_in_our_own_folder_alone(scratch: Scratch, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    scratch.open()
+    (scratch.folder / "segments.json").write_text(json.dumps([str(victim), f"../..{victim}", "psm_/../x"]))
+    scratch.close()
+    assert victim.exists()
+    child, segment = _maker()
+    child.kill()
+    child.wait()
+    (tmp_path / "segments.json").write_text(json.dumps([segment.name]))
+    scratch.folder.symlink_to(tmp_path)
+    try:
+        scratch.close()
+        assert segment.exists()
+    finally:
+        scratch.folder.unlink()
+        segment.unlink()

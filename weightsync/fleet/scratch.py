@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 import psutil
 
 #: Segments and semaphores as Python's multiprocessing names them.
-_SEGMENT = re.compile(r"/dev/shm/((?:psm_|sem\.mp-)[A-Za-z0-9_-]+)(?: \(deleted\))?$")
+_SEGMENT = re.compile(r"(psm_|sem\.mp-)[A-Za-z0-9_-]+")
 _NOTES = "segments.json"
 
 
@@ -52,30 +53,39 @@ class Scratch:
     def note(self) -> None:
         """Write down the segments that this process and its children have mapped."""
         here = psutil.Process()
-        names = segments(path for process in (here, *here.children(recursive=True)) for path in _mapped(process))
+        names = self._mapped(process.pid for process in (here, *here.children(recursive=True)))
         (self.folder / _NOTES).write_text(json.dumps(sorted(names | self._owed)))
 
     def close(self) -> None:
         """Remove the folder, and the segments noted in it that no process has mapped."""
         noted: set[str] = set()
         with contextlib.suppress(OSError, ValueError):
-            noted = set(json.loads((self.folder / _NOTES).read_text()))
+            at = self.folder.lstat()
+            if stat.S_ISDIR(at.st_mode) and at.st_uid == os.getuid():  # what anybody may have put there names nothing of ours
+                noted = set(filter(_SEGMENT.fullmatch, json.loads((self.folder / _NOTES).read_text())))
         if noted:
-            used = segments(path for process in psutil.process_iter() for path in _mapped(process))
-            self._owed = noted & used
-            for name in noted - used:
+            self._owed = noted & self._mapped(psutil.pids())
+            for name in noted - self._owed:
                 with contextlib.suppress(OSError):
                     (self._memory / name).unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _mapped(self, pids: Iterable[int]) -> set[str]:
+        """Names of the segments that any of these processes has mapped."""
+        # By inode: what is mapped of a semaphore bears the name that it had while it was made.
+        inodes = {inode for pid in pids for inode in _inodes(pid)}
+        found = set()
+        for path in self._memory.iterdir():
+            with contextlib.suppress(OSError):
+                if _SEGMENT.fullmatch(path.name) and path.stat().st_ino in inodes:
+                    found.add(path.name)
+        return found
 
-def segments(paths: Iterable[str]) -> set[str]:
-    """Names of multiprocessing's segments among mapped files."""
-    return {match[1] for path in paths if (match := _SEGMENT.match(path))}
 
-
-def _mapped(process: psutil.Process) -> list[str]:
+def _inodes(pid: int) -> set[int]:
+    """Of the files in shared memory that a process has mapped; none where it has ended, or is somebody else's."""
     try:
-        return [region.path for region in process.memory_maps(grouped=True)]
-    except (psutil.Error, OSError):  # it has ended, or is somebody else's
-        return []
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
