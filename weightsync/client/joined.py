@@ -6,12 +6,13 @@ Not covered: what goes over it (`sender`).
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 
 import torch
 
-from weightsync.errors import TransportFailed
+from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport.fanout import Channel, join
 from weightsync.transport.local import Listener
@@ -30,6 +31,7 @@ class Joined:
     def __init__(self, operation_seconds: float, interface: str) -> None:
         self._operation, self._interface = max(operation_seconds, _CONNECT_SECONDS), interface
         self._channel: Channel | None = None
+        self._lock = threading.Lock()  # a thread that sends may outlive its update
         self._listener: Listener | None = None
 
     def listener(self) -> Listener | None:
@@ -46,12 +48,21 @@ class Joined:
             return held
         self.leave()
         seconds = min(_CONNECT_SECONDS, max(0.1, deadline - time.monotonic()))
-        self._channel = join(info, device, self._listener, seconds, self._operation, self._interface, cancelled=cancelled)
-        return self._channel
+        made = join(info, device, self._listener, seconds, self._operation, self._interface, cancelled=cancelled)
+        with self._lock:
+            if current := not cancelled():
+                self._channel = made
+        if not current:  # given up meanwhile: whoever did so had nothing to close
+            made.close()
+            raise Aborted("the update was given up before trainer and workers had met")
+        return made
 
-    def leave(self) -> None:
-        """Close the channel; the next update makes another."""
-        held, self._channel = self._channel, None
+    def leave(self, channel: Channel | None = None) -> None:
+        """Close the channel, or this one of an earlier update; the next update makes another."""
+        with self._lock:
+            held = channel or self._channel
+            if held is self._channel:
+                self._channel = None
         if held is not None:
             held.close()
 

@@ -143,7 +143,9 @@ class Ranks:
                     hint="Every rank makes the same calls in the same order, with the same names, shapes and shards",
                 )
         assert made is not None
-        return made, time.monotonic() + min(other["left"] for other in states)
+        agreed = time.monotonic() + min(other["left"] for other in states)
+        # The others go on waiting for what the first says, which ends at its own.
+        return made, min(deadline, agreed) if self.leads else agreed
 
     def require_all(self) -> None:
         """See that every rank is there and well; may be called beside another thread that talks.

@@ -214,7 +214,13 @@ def offer(
         manifest = Manifest(tuple(_travelling(spec) for spec in specs))
     except ValueError as exc:
         raise ManifestRefused(str(exc), hint="Give each tensor once, under one name") from None
-    return Offer(taken, specs, manifest, device or _common_device(specs), bucket_bytes)
+    made = Offer(taken, specs, manifest, device or _common_device(specs), bucket_bytes)
+    if torch.cuda.is_initialized():
+        # Tensors are read in another thread: there behind what this one has asked for on the offer's device; on others all is done now.
+        busy = {spec.device for spec in specs if spec.device.type == "cuda"} | {torch.device("cuda", torch.cuda.current_device())}
+        for on in busy - {made.device}:
+            _settle(on)
+    return made
 
 
 def require_same_dtypes(manifest: Manifest, before: Mapping[str, str]) -> None:

@@ -50,8 +50,7 @@ from weightsync.transport import network
 from weightsync.transport.local import place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
-_WATCH_SECONDS = 0.5
-_WITHDRAW_SECONDS = 5.0
+_WATCH_SECONDS, _WITHDRAW_SECONDS = 0.5, 5.0
 
 
 class WeightSync(View):
@@ -225,7 +224,7 @@ class WeightSync(View):
         with self._ranks.telling():
             report = self._commit(agreed)
         with contextlib.suppress(WeightSyncError):  # a rank that is gone changes nothing about what was committed
-            self._ranks.tell(Kind.REPORT, encode(report), deadline)
+            self._ranks.tell(Kind.REPORT, encode(report), max(deadline, time.monotonic() + WORD_SECONDS))
         return report
 
     # --- the rank that sends ---------------------------------------------------------------------
@@ -243,14 +242,13 @@ class WeightSync(View):
         with self._lock:
             published, plan = self._admit(offered, began, deadline, **options)
         sender = Sender(offered, plan, progress)
-        ranks = self._ranks
+        ranks, staged = self._ranks, published.admission.staged
         # Gathers go on only while every rank is in a call of ours.
         together = ranks is not None and bool(offered.runs)
-        staged = published.admission.staged
         try:
             if ranks is not None:
                 ranks.tell(Kind.ADMITTED, encode(published.admission), deadline)
-                offered.go = lambda run: ranks.tell(Kind.GATHER, run, deadline)
+                offered.go = lambda run: self._tell(published, Kind.GATHER, run)
             if staged or not together:
                 published._go.set()
             self._sending = threading.Thread(target=self._send, args=(published, offered, sender), name="weightsync-send", daemon=True)
@@ -329,14 +327,13 @@ class WeightSync(View):
 
     def _send(self, published: Published, offered: Offer, sender: Sender) -> None:
         """Body of the sending thread."""
-        start = time.monotonic()
+        start, channel = time.monotonic(), None
         try:
-            channel = self._joined.connect(
-                published.admission.communicator, offered.device, published._deadline, published._cancelled.is_set
-            )
+            info, cancelled = published.admission.communicator, published._cancelled.is_set
+            channel = self._joined.connect(info, offered.device, published._deadline, cancelled)
             published._seconds["connect"] = time.monotonic() - start
             published._await_go()
-            sender.send(channel, published._deadline, published._cancelled.is_set, lambda: self._all_read(published, offered))
+            sender.send(channel, published._deadline, cancelled, lambda: self._all_read(published, offered))
         except WeightSyncError as exc:
             published._error = exc
         except Exception as exc:  # the caller's progress callback, or a fault of ours: must reach commit()
@@ -344,14 +341,20 @@ class WeightSync(View):
             published._error.__cause__ = exc
         finally:
             published._seconds |= sender.seconds
-            if published._error is not None:
-                self._joined.leave()
+            if published._error is not None and channel is not None:  # that one: a later update may have its own by now
+                self._joined.leave(channel)
             published._end(None)
 
     def _all_read(self, published: Published, offered: Offer) -> None:
-        if self._ranks is not None and offered.runs:
-            self._ranks.tell(Kind.READ, 0, published._deadline)
+        if offered.runs:
+            self._tell(published, Kind.READ, 0)
         published._has_read()
+
+    def _tell(self, published: Published, kind: Kind, value: int) -> None:
+        if published._cancelled.is_set():  # its packing thread was left behind: other ranks may be in the next update by now
+            raise Aborted("the update was given up while its tensors were read")
+        if self._ranks is not None:
+            self._ranks.tell(kind, value, published._deadline)
 
     def _watch(self, published: Published, until: threading.Event) -> None:
         """Wait for the sending thread; leave the broadcast when the service has ended the update, or another rank is gone."""
