@@ -194,6 +194,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_scope_that_tears_a_layer_is_refused_with_names_and_changes_nothing(checkpoint: Any, tmp_path: Path) -> None:
     with started("qwen3", ("model.norm.weight",), checkpoint, tmp_path) as (peer, cold):
         for scope, named in REFUSED.values():
