@@ -199,6 +199,7 @@ def test_an_engine_that_follows_its_weights_passes(checkpoint: Checkpoint, capsy
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_values_that_go_stale_fail_the_check_by_name(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
     stale = {"worker_extension_cls": f"{stale_extension.__name__}.StaleExtension"}

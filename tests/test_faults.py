@@ -60,6 +60,7 @@ def _state(fleet: Fleet, update_id: str) -> str:
     return str(fleet.get(f"/v1/updates/{update_id}").json()["state"])
 
 
+@pytest.mark.slow
 def test_a_head_equal_to_its_embedding_may_come_with_it_and_another_one_is_refused(sync: WeightSync, tensors: Any, cold: Any) -> None:
     a, b = tensors(KIND, 1), tensors(KIND, 2)
     with pytest.raises(ManifestRefused, match=HEAD):

@@ -88,6 +88,7 @@ def test_other_settings_do_not_adopt_and_stop_ends_a_left_fleet(checkpoint: Any,
     assert wait_until(lambda: _shared_memory() <= segments, 5, "no shared memory is left")
 
 
+@pytest.mark.slow
 def test_signals_during_start_leave_nothing(checkpoint: Any, tmp_path: Path) -> None:
     segments = _shared_memory()
     for number, wait_for in ((signal.SIGTERM, "ray.log"), (signal.SIGINT, "fleet.json")):

@@ -108,6 +108,7 @@ def run(script: str, *job: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_value_cached_at_the_first_run_follows_and_requests_that_stand_still_go_on_as_if_nothing_was(checkpoint: Any) -> None:
     job = [str(checkpoint("qwen3", 1)), str(checkpoint("qwen3", 2)), "", ENGINE_ARGS, PROMPTS, MAX_TOKENS]
     cold, updated = run(CACHING + COLD, *job), run(CACHING + UPDATED, *job)

@@ -99,7 +99,6 @@ class EngineActor:
             self._state, self._reason = EngineState.QUARANTINED, error.code
             raise error
         require_ranks(reports, self._settings.engine.workers)
-        self._places = [encode(report.place) if report.place else None for report in sorted(reports, key=lambda report: report.rank)]
         if self._settings.sync.rollback == "host":
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
@@ -114,6 +113,7 @@ class EngineActor:
         if host in ("0.0.0.0", "::"):  # an address to listen on, not one to call
             host = ray.util.get_node_ip_address()
         await asyncio.to_thread(self._scratch.note)  # what all of vLLM's parts have made by now
+        self._places = [encode(report.place) if report.place else None for report in sorted(reports, key=lambda report: report.rank)]
         self._url, self._reason = f"http://{host}:{port}", "pending_weights"
 
     def _token(self) -> str:
