@@ -195,6 +195,7 @@ def test_a_reset_that_is_never_done_fails_the_update_names_the_cache_and_the_nex
     assert sync.status().ready == 1 and asked.once(PROMPT)[1] == 0
 
 
+@pytest.mark.slow
 def test_publishing_a_version_ends_no_running_request(reset: Any, tensors: Any) -> None:
     sync, asked, _ = reset
     stop = threading.Event()

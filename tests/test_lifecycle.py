@@ -99,6 +99,7 @@ def test_signals_during_start_leave_nothing(checkpoint: Any, tmp_path: Path) -> 
     assert wait_until(lambda: _shared_memory() <= segments, 5, "no shared memory is left")
 
 
+@pytest.mark.slow
 def test_dead_engines_and_controllers_come_back(checkpoint: Any, tensors: Any, cold: Any, tmp_path: Path) -> None:
     segments, sockets = _shared_memory(), _sockets()
     fleet = Fleet(checkpoint(KIND, 1), tmp_path / "home", engines=2).ready()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.errors import ApplyFailed, DigestMismatch, InternalError, ManifestRefused, WeightSyncError
+from weightsync.errors import ApplyFailed, DigestMismatch, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.fleet.reports import failure, require_ranks, standings
 from weightsync.protocol import WorkerReport
 
@@ -51,6 +51,14 @@ def test_what_failed_alike_is_said_once() -> None:
     alike = [report(n, ApplyFailed("no")) for n in (0, 1)]
     assert failure(alike).message == "no"  # type: ignore[union-attr]
     assert failure([*alike, report(2)]).message == "worker 0, 1 of 3: no"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_a_refusal_gives_its_kind_rather_than_the_broadcast_that_it_broke(refuses: int) -> None:
+    errors: list[WeightSyncError] = [TransportFailed("the trainer left"), ApplyFailed("no")]
+    error = failure([report(n, errors[n == refuses]) for n in (0, 1)])
+    assert isinstance(error, ApplyFailed)
+    assert f"worker {refuses} of 2: no" in error.message and f"worker {1 - refuses} of 2: the trainer left" in error.message
 
 
 def test_a_worker_alone_is_not_named() -> None:

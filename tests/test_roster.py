@@ -19,7 +19,7 @@ from tests.test_ledger import apply, engine, fleet, request
 from tests.workers import weights, without_vllm
 from weightsync import config
 from weightsync.codec import encode
-from weightsync.errors import DeadlineExceeded, EngineDied, TransportFailed, WeightSyncError
+from weightsync.errors import BadValues, DeadlineExceeded, EngineDied, TransportFailed, WeightSyncError
 from weightsync.fleet import roster as roster_module
 from weightsync.fleet.ledger import Ledger
 from weightsync.fleet.roster import Roster
@@ -103,6 +103,27 @@ def test_a_death_that_is_known_a_moment_after_the_broadcast_broke_is_told(tmp_pa
 
     with pytest.raises(EngineDied, match="engine 1"):
         late(*roster_of(tmp_path, Handle(poll=fails(TransportFailed("broke"))), Handle(poll=dying)), 5.0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_refusal_is_told_rather_than_the_broken_broadcasts_of_the_others(order: tuple[int, int], tmp_path: Path) -> None:
+    polls = [fails(TransportFailed("the trainer (rank 0) died or left")), fails(BadValues("w holds 3 NaN"))]
+    with pytest.raises(BadValues, match="w holds") as caught:
+        late(*roster_of(tmp_path, *(Handle(poll=polls[number]) for number in order)), 5.0)
+    assert caught.value.engine == order.index(1)
+
+
+def test_a_refusal_that_is_known_a_moment_after_the_broadcast_broke_is_told(tmp_path: Path) -> None:
+    asked = 0
+
+    async def refusing(*_: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return await (fails(BadValues("w holds 3 NaN")) if asked > 2 else staged(state="receiving"))()
+
+    with pytest.raises(BadValues) as caught:
+        late(*roster_of(tmp_path, Handle(poll=fails(TransportFailed("broke"))), Handle(poll=refusing)), 5.0)
+    assert caught.value.engine == 1
 
 
 def test_a_broken_broadcast_of_which_nobody_died_is_told_as_it_is(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ Not covered: workers of several engines.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from weightsync.errors import InternalError, ManifestRefused, WeightSyncError
+from weightsync.errors import EngineDied, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import WorkerReport
 
 _SHOWN = 20
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 def require_ranks(reports: Sequence[WorkerReport], workers: int) -> None:
@@ -32,11 +35,11 @@ def require_ranks(reports: Sequence[WorkerReport], workers: int) -> None:
 
 
 def failure(reports: Sequence[WorkerReport]) -> WeightSyncError | None:
-    """What stands against the engine; the first that failed gives it its kind."""
+    """What stands against the engine; the one that tells most gives it its kind."""
     failed = [(report.rank, WeightSyncError.from_dict(report.error)) for report in reports if report.error is not None]
     if not failed:
         return _unplaced(reports)
-    _, error = failed[0]
+    error = telling([error for _, error in failed])
     ranks: dict[str, list[int]] = {}
     for rank, other in failed:
         ranks.setdefault(other.message, []).append(rank)
@@ -45,6 +48,11 @@ def failure(reports: Sequence[WorkerReport]) -> WeightSyncError | None:
         error.message = "; ".join(parts)
     error.names = tuple(dict.fromkeys(name for _, other in failed for name in other.names))[:_SHOWN]
     return error
+
+
+def telling(errors: Sequence[Error]) -> Error:
+    """Of what several say of one failure: a death, before a reason, before that the broadcast broke, as it does for all by either."""
+    return min(errors, key=lambda error: (not isinstance(error, EngineDied), isinstance(error, TransportFailed)))
 
 
 def standings(reports: Sequence[WorkerReport]) -> dict[str, str]:

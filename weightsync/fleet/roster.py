@@ -23,11 +23,11 @@ from weightsync.config import SyncSettings
 from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, TransportFailed, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
-from weightsync.fleet.reports import failure
+from weightsync.fleet.reports import failure, telling
 from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
 
 _TIMEOUT_SECONDS = 10.0
-#: How often and how long engines are asked again which of them has died, when a broadcast broke.
+#: How often and how long engines are asked again which of them refused or died, when a broadcast broke.
 _TELL_TRIES, _TELL_SECONDS = 4, 0.25
 
 
@@ -138,19 +138,19 @@ class Roster:
             until: `time.monotonic()` value behind which no answer is waited for.
 
         Raises:
-            WeightSyncError: what went wrong in an engine; that one has died, where that is behind it.
+            WeightSyncError: what went wrong in an engine; its refusal or its death, where that is behind a broken broadcast.
         """
         answers = await self._poll_all(update, until)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failed and all(isinstance(error, TransportFailed) for error in failed):
-            # Those that live say that the broadcast broke; who has died may not be known at once.
-            for _ in range(_TELL_TRIES):
-                await asyncio.sleep(_TELL_SECONDS)
-                again = await self._poll_all(update, time.monotonic() + _TELL_SECONDS)
-                if died := [answer for answer in again if isinstance(answer, EngineDied)]:
-                    raise died[0]
+        for _ in range(_TELL_TRIES):
+            # An engine's refusal, or its death, breaks the broadcast of all; who it was may not be known at once.
+            if not failed or not isinstance(telling(failed), TransportFailed):
+                break
+            await asyncio.sleep(_TELL_SECONDS)
+            again = await self._poll_all(update, time.monotonic() + _TELL_SECONDS)
+            failed += [answer for answer in again if isinstance(answer, BaseException)]
         if failed:
-            raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+            raise telling(failed)
         return [str(answer) for answer in answers if answer]
 
     async def _poll_all(self, update: Update, until: float) -> list[str | BaseException]:
