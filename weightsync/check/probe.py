@@ -32,6 +32,7 @@ from weightsync.check.inputs import read_tensors
 from weightsync.errors import EngineDied, WeightSyncError
 from weightsync.storage.contract import Contract, Fault, Kind, Slot
 from weightsync.storage.selftest import SelfTest
+from weightsync.worker import tiles
 
 #: How a failure ends that is none without `strict`.
 STRICT_IS_SET = "and strict is set"
@@ -212,6 +213,7 @@ def _named(faults: list[Fault]) -> str:
 def _start(job: Job, ours: Mapping[str, Any]) -> Any:
     import vllm
 
+    tiles.ask()
     try:
         return vllm.LLM(model=job.model, **{**ours, **job.engine_args})
     except Exception as exc:

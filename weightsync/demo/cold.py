@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from weightsync.check.environment import ENGINE_ENV
+from weightsync.worker import tiles
 
 #: For the process that hosts the engine; set before vLLM is imported.
 COLD_ENV = ENGINE_ENV["cpu"]
@@ -193,6 +194,7 @@ def main() -> None:
     os.dup2(2, 1)
     import vllm  # noqa: F401
 
+    tiles.ask()
     for line in sys.stdin:
         if line.strip():
             print(json.dumps(_answer(line)), file=results, flush=True)

@@ -19,12 +19,13 @@ from weightsync.codec import decode, encode
 from weightsync.errors import InternalError, UnknownVllm, WeightSyncError
 from weightsync.protocol import BeginOrder, ContractAnswer, WorkerReport
 from weightsync.storage import census
-from weightsync.worker import vllm_compat
+from weightsync.worker import tiles, vllm_compat
 from weightsync.worker.applier import Applier
 from weightsync.worker.observer import Observer
 
 # vLLM imports this module in every worker before the model is loaded: no graph is captured unseen.
 census.install()
+tiles.ask()
 
 
 class WeightSyncExtension:
