@@ -37,6 +37,7 @@ import torch
 from benchmarks import matrix_scratch
 from weightsync.check.contents import contents, kernels
 from weightsync.check.engine import OURS, Trainer, contract_report, generate, mean_loss, sealed_memory
+from weightsync.worker import tiles
 
 #: Steps of a warm engine: name, and weights that it ought to hold then.
 WARM_STEPS = (("start", "a"), ("same", "a"), ("new", "b"), ("pressed", "b"), ("back", "a"))
@@ -117,6 +118,7 @@ class Run:
                 torch.cuda.memory._record_memory_history(stacks="python")
         self._write()
         ours = OURS if self.job.mode == "weightsync" else {}
+        tiles.ask()
         began = time.perf_counter()
         self._llm = vllm.LLM(model=MODEL, **self.job.engine_args, **ours)
         self.record["load_seconds"] = round(time.perf_counter() - began, 2)

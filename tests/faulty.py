@@ -220,6 +220,9 @@ def cold(folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from weightsync.worker import tiles
+
+    tiles.ask()
     state: dict[str, Any] = {"llm": vllm.LLM(model=str(folder), **arguments)}
     state["model"] = state["llm"].collective_rpc(lambda worker: worker.get_model())[0]
     seen = look(state)

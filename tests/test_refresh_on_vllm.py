@@ -32,7 +32,9 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from weightsync.check.engine import OURS, Trainer
+from weightsync.worker import tiles
 
+tiles.ask()
 def outputs(llm):
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0)
     found = []

@@ -24,7 +24,9 @@ STOCK = """
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from weightsync.worker import tiles
 first, second, arguments, prompts, length = json.loads(sys.argv[1])
+tiles.ask()
 llm = LLM(model=first, **arguments)
 llm.collective_rpc("reload_weights", kwargs={"weights_path": second})
 llm.reset_prefix_cache()

@@ -67,6 +67,7 @@ def cold_outputs(
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    tiles.ask()
     began = time.perf_counter()
     llm = LLM(model=str(model_path), **{**DEFAULT_ENGINE_ARGS, **(engine_args or {})})
     loaded = time.perf_counter()
@@ -194,7 +195,6 @@ def main() -> None:
     os.dup2(2, 1)
     import vllm  # noqa: F401
 
-    tiles.ask()
     for line in sys.stdin:
         if line.strip():
             print(json.dumps(_answer(line)), file=results, flush=True)
