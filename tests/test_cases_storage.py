@@ -501,7 +501,9 @@ def require_identity(peer: Peer, folder: Path) -> dict[str, Any]:
 def test_identity_update_leaves_every_tensor_and_every_output_as_it_was(engine: Any, checkpoint: Any) -> None:
     """An update with the engine's own weights changed greedy outputs: a vector was dropped and its memory never written."""
     held = require_identity(engine[0], checkpoint("int8-channel", 1))
-    assert any(path.endswith("azp_adj") for path in held["registered"]), "a value that processing derives"
+    # With AMX vLLM takes another kernel, which packs the weight and derives nothing beside it.
+    derived = any(path.endswith("azp_adj") for path in held["registered"])
+    assert derived or torch.cpu._is_amx_tile_supported(), "a value that processing derives"
 
 
 @pytest.mark.engine
