@@ -146,6 +146,21 @@ def test_a_version_that_too_few_engines_took_may_be_tried_again_and_lower_ones_m
         ledger.admit(request("u4", 5), 0.0)
 
 
+def test_an_engine_with_that_number_from_the_first_try_is_not_ready_behind_the_second() -> None:
+    """The trainer was told that the first had failed and may have sent other weights since: two kinds of version 5 were both ready."""
+    ledger = fleet()
+    assert not apply(ledger, ledger.admit(request("u1", 5), 0.0), True, False)
+    assert ledger.ready == 1
+    again = ledger.admit(request("u2", 5), 0.0)
+    for state in (UpdateState.RECEIVING, UpdateState.STAGED, UpdateState.APPLYING):
+        again.move(state)
+    went_back = replace(verdict(0, 5, committed=False), version=5, state=EngineState.SERVING)
+    assert not ledger.conclude(again, [went_back, verdict(1, 5)], 2.0)
+    assert [(e.version, e.update_id) for e in ledger.engines.values()] == [(5, "u1"), (5, "u2")]
+    assert ledger.ready == 1
+    assert apply(ledger, ledger.admit(request("u3", 5), 0.0), True, True) and ledger.ready == 2
+
+
 def test_a_version_that_no_engine_took_leaves_the_fleet_where_it_was() -> None:
     ledger = fleet()
     apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
@@ -189,6 +204,16 @@ def test_an_engine_on_its_way_up_is_left_out_like_a_dead_one() -> None:
     ledger.see(replace(engine(1), workers=0, reason="starting"))
     with pytest.raises(EngineDied, match=r"1 engine\(s\) are dead or starting: 1 \(starting\)"):
         ledger.admit(request("u", 1), 0.0)
+
+
+def test_an_engine_that_still_applies_what_was_given_up_is_left_out_where_require_allows_it() -> None:
+    """It refuses another update until that ends; one that hung in it kept the whole fleet from every later version."""
+    ledger = fleet(engines=3, require=2)
+    ledger.see(engine(1, 5, EngineState.UPDATING))
+    assert ledger.admit(request("u", 6), 0.0).engines == (0, 2)
+    ledger = fleet(engines=2)
+    ledger.see(engine(1, 5, EngineState.UPDATING))
+    assert ledger.admit(request("u", 6), 0.0).engines == (0, 1), "it is needed, and may have ended by now"
 
 
 def test_quarantined_and_pending_engines_take_part() -> None:

@@ -131,8 +131,13 @@ class Ledger:
 
     @property
     def ready(self) -> int:
-        """Engines that serve the committed version; one that missed a rewind does not, whatever its number."""
-        return sum(e.state == EngineState.SERVING and e.version is not None and _rank(e) == self._reached for e in self.engines.values())
+        """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
+        return sum(self._holds(e) for e in self.engines.values())
+
+    def _holds(self, engine: EngineStatus) -> bool:
+        """Whether an engine serves what the update brought that the committed version is of."""
+        held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self._committed_update
+        return held and engine.state == EngineState.SERVING
 
     @property
     def _reached(self) -> tuple[int, int]:
@@ -233,6 +238,10 @@ class Ledger:
         gone = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
         asleep = [e for e in self.engines.values() if e.state == EngineState.ASLEEP and e not in gone]
         able = tuple(sorted(set(self.engines) - {e.engine for e in (*gone, *asleep)}))
+        # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
+        free = tuple(ordinal for ordinal in able if self.engines[ordinal].state != EngineState.UPDATING)
+        if len(free) >= max(self.require, 1):
+            able = free
         if not able and not asleep:
             raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
         short = f"{self.require} must commit and {len(able)} can. Nothing was changed"
@@ -266,7 +275,7 @@ class Ledger:
             raise BaseRefused(f"the update builds on {said}, and the fleet holds {holds}", hint=_WHOLE, update_id=request.update_id)
         holders, others = list[int](), dict[int, BaseRefused]()
         for engine in (self.engines[ordinal] for ordinal in update.engines):
-            if engine.state == EngineState.SERVING and _rank(engine) == self._reached and engine.update_id == self._committed_update:
+            if self._holds(engine):
                 holders.append(engine.engine)
                 continue
             others[engine.engine] = other_base(engine, base, self._committed_update)
