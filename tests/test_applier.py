@@ -13,6 +13,7 @@ import torch
 from tests.workers import NAMES, Worker, weights, without_vllm
 from weightsync.errors import (
     BaseRefused,
+    DigestMismatch,
     ManifestRefused,
     MemoryRefused,
     Refused,
@@ -145,6 +146,19 @@ def test_a_communicator_is_kept_behind_an_update_that_went_well_and_behind_no_ot
         worker.applier.abort(worker.begin(weights(1)))
     worker.begin(weights(2))
     assert closed == ([] if ends == "verified" else ["closed"])
+
+
+def test_what_has_not_arrived_is_never_loaded_also_not_over_what_an_earlier_update_left() -> None:
+    """That the earlier one had written was taken for a first try of this one: bytes that had failed their digests were loaded."""
+    worker = Worker(retain=False)
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(2))
+    assert report.wrote
+    worker.applier.abort(update)
+    update, before = worker.begin(weights(3)), worker.model.values()
+    worker.applier._receiver.error = DigestMismatch("other bytes")  # type: ignore[union-attr]
+    report = worker.applier.apply(update)
+    assert (report.state, report.wrote, worker.model.values()) == ("failed", True, before)
 
 
 # --- frozen ----------------------------------------------------------------------------------------
