@@ -88,6 +88,29 @@ def test_an_update_that_is_aborted_while_it_is_admitted_leaves_nothing_in_engine
     drive(tmp_path, scenario)
 
 
+def test_an_update_that_is_withdrawn_before_it_has_been_admitted_is_not_admitted_behind_that(tmp_path: Path) -> None:
+    """Its trainer has given up waiting for the answer; nobody would commit it, and it would stand in the way until its deadline."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        hangs, stock = asyncio.Event(), roster.refresh
+
+        async def refresh() -> None:
+            await hangs.wait()  # an engine that does not answer
+            await stock()
+
+        roster.refresh = refresh  # type: ignore[method-assign]
+        first, second = (asyncio.create_task(controller.begin(begin(update_id))) for update_id in ("u1", "u2"))  # one waits for the other
+        await asyncio.sleep(0.05)
+        for update_id in ("u1", "u2"):
+            assert (await controller.abort(update_id, "the trainer got no answer"))["error"]["code"] == "refused"
+        hangs.set()
+        assert [(await task)["error"]["code"] for task in (first, second)] == ["aborted", "aborted"]
+        assert roster.begun == {} and controller._ledger.list() == []
+        assert "value" in await controller.begin(begin("u3"))
+
+    drive(tmp_path, scenario)
+
+
 def test_two_ranks_on_one_gpu_are_refused_and_nothing_has_begun(tmp_path: Path) -> None:
     async def scenario(controller: Controller, roster: Roster) -> None:
         roster.place = Place("boot/1", "GPU-0")
