@@ -222,6 +222,22 @@ def test_quarantined_and_pending_engines_take_part() -> None:
     assert ledger.admit(request("u", 1), 0.0).engines == (0, 1)
 
 
+def test_engines_that_an_update_goes_on_without_are_in_its_report_with_the_reason() -> None:
+    ledger = fleet(engines=5, require=1)
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True, True, True, False)
+    ledger.lose(0, "deadline")
+    ledger.see(replace(engine(1, 5, EngineState.ASLEEP), update_id="u1", reason="asleep"))
+    ledger.see(replace(engine(2, 5, EngineState.UPDATING), update_id="u1", reason="updating"))
+    assert apply(ledger, ledger.admit(partial("u2", 6), 0.0), True)
+    verdicts = ledger.list()[0].status.verdicts
+    assert [(v.engine, v.committed, (v.error or {}).get("code")) for v in verdicts] == [
+        (0, False, "engine_died"), (1, False, "no_engine_ready"), (2, False, "update_conflict"), (3, True, None), (4, False, "base_refused")
+    ]  # fmt: skip
+    assert "engine 0 was dead (deadline) when the update began" in verdicts[0].error["message"]  # type: ignore[index]
+    assert all(v.error["retryable"] for v in verdicts[:3])  # type: ignore[index]
+    assert ledger.engines[1].state == EngineState.ASLEEP, "they are left as they are"
+
+
 def test_without_an_engine_there_is_no_update() -> None:
     with pytest.raises(NoEngineReady):
         fleet(engines=0).admit(request("u", 1), 0.0)

@@ -66,7 +66,7 @@ class Update:
     rewinds: int = 0  # of the fleet, once this one has committed
     base_version: int | None = None  # what it builds on, with a scope
     base_update: str = ""
-    left_out: tuple[EngineVerdict, ...] = ()  # engines that hold another base
+    left_out: tuple[EngineVerdict, ...] = ()  # engines that could not take part, or hold another base
 
     def __post_init__(self) -> None:
         self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
@@ -225,6 +225,8 @@ class Ledger:
         update = Update(request, self._able(request), now, rewinds=self.rewinds + back)
         if request.scope:
             self._build_on_base(update)
+        known = {*update.engines, *(verdict.engine for verdict in update.left_out)}
+        update.left_out += tuple(_absent(engine) for ordinal, engine in sorted(self.engines.items()) if ordinal not in known)
         self._updates[request.update_id] = update
         return update
 
@@ -336,6 +338,17 @@ def other_base(engine: EngineStatus, version: int | None, update_id: str | None)
         hint=_WHOLE,
         engine=engine.engine,
     )
+
+
+def _absent(engine: EngineStatus) -> EngineVerdict:
+    """Of an engine that an update goes on without."""
+    kind = {EngineState.ASLEEP: NoEngineReady, EngineState.UPDATING: UpdateConflict}.get(engine.state, EngineDied)
+    error = kind(
+        f"engine {engine.engine} was {engine.state} ({engine.reason}) when the update began, and took no part",
+        hint="It takes part again when it answers, is awake, and applies nothing",
+        engine=engine.engine,
+    )
+    return EngineVerdict(engine.engine, False, engine.version, engine.state, error=error.to_dict())
 
 
 def _rank(engine: EngineStatus) -> tuple[int, int]:
