@@ -116,6 +116,17 @@ def test_bytes_are_let_go_of_when_the_update_counts(workers: int, retain: bool) 
     assert worker.applier._receiver.into is None
 
 
+def test_on_the_way_back_nothing_is_proved_and_the_failed_updates_bytes_are_gone() -> None:
+    """Another worker failed before this one had written."""
+    worker = Worker(workers=2)
+    worker.update(weights(1))
+    update = worker.begin(weights(2))
+    worker.model.fail_behind = [1]
+    assert worker.applier.rollback(update).state == "failed"
+    assert worker.applier._held.proved == "" and worker.applier.wrote
+    assert worker.applier._receiver is not None and worker.applier._receiver.into is None
+
+
 @pytest.mark.parametrize("then", ["abort", "begin"])
 def test_what_is_not_staged_goes_by_when_loading_failed_until_the_next_update(then: str) -> None:
     worker = Worker(retain=False, stage="none")
@@ -138,7 +149,7 @@ def test_a_communicator_is_kept_behind_an_update_that_went_well_and_behind_no_ot
     worker, closed = Worker(retain=False), list[str]()
     worker.applier._joining._channel = SimpleNamespace(close=lambda: closed.append("closed"))  # type: ignore[assignment]
     if ends == "verified":
-        worker.update(weights(1))
+        worker.applier.abort(worker.update(weights(1)))  # a trainer that had given up says so too late
     elif ends == "failed":
         worker.model.fail_behind = [1]
         worker.applier.abort(worker.apply(weights(1))[0])
@@ -375,6 +386,8 @@ def test_a_sleep_behind_the_beginning_of_an_update_is_seen_before_the_first_writ
     assert not sleeper.applier.wrote
     sleeper.memory.wake()
     assert sleeper.applier.apply(update).state == "applied"
+    with pytest.raises(UpdateConflict, match="an update is under way"):
+        sleeper.applier.fall_asleep(1)
 
 
 def test_behind_a_light_sleep_all_is_as_it_was(sleeper: Worker) -> None:
