@@ -155,6 +155,7 @@ def test_a_communicator_is_kept_behind_an_update_that_went_well_and_behind_no_ot
         worker.applier.abort(worker.apply(weights(1))[0])
     else:
         worker.applier.abort(worker.begin(weights(1)))
+        assert worker.applier._joining._order is None, "a thread that is still on its way in comes in vain"
     worker.begin(weights(2))
     assert closed == ([] if ends == "verified" else ["closed"])
 

@@ -412,6 +412,12 @@ def test_a_rewind_that_is_aborted_or_that_no_engine_took_changes_nothing() -> No
     assert (ledger.committed_version, ledger.rewinds) == (57, 0)
 
 
+def test_an_engine_that_failed_in_a_rewind_has_not_gone_back() -> None:
+    ledger = at(57)
+    assert not apply(ledger, ledger.admit(rewind("u1", 1), 0.0), True, False)
+    assert [engine.rewinds for engine in ledger.engines.values()] == [1, 0]
+
+
 def test_a_rewind_to_a_version_above_is_an_update_like_any() -> None:
     ledger = at(57)
     assert apply(ledger, ledger.admit(rewind("u", 58), 0.0), True, True)
