@@ -116,6 +116,19 @@ def test_bytes_are_let_go_of_when_the_update_counts(workers: int, retain: bool) 
     assert worker.applier._receiver.into is None
 
 
+def test_what_somebody_captured_is_sealed_before_the_first_write_and_not_over_half_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed load has left elsewhere would be taken for where it belongs."""
+    worker, sealed = Worker(retain=False), list[bool]()
+    worker.update(weights(1))
+    monkeypatch.setattr(worker.guard, "outdated", True)
+    monkeypatch.setattr(worker.guard, "seal", lambda: sealed.append(worker.applier.wrote), raising=False)
+    monkeypatch.setattr(worker.applier._lazies, "note_captured", lambda: None, raising=False)
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(2))
+    assert report.wrote and worker.applier.apply(update).state == "applied"
+    assert sealed == [False]
+
+
 def test_on_the_way_back_nothing_is_proved_and_the_failed_updates_bytes_are_gone() -> None:
     """Another worker failed before this one had written."""
     worker = Worker(workers=2)
