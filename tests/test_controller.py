@@ -16,7 +16,7 @@ from weightsync import config
 from weightsync.codec import encode
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import BeginOrder, EngineVerdict, Place
+from weightsync.protocol import BeginOrder, EngineState, EngineVerdict, Place
 
 
 class Roster:
@@ -157,6 +157,25 @@ def test_engines_neither_sleep_nor_wake_while_an_update_is_under_way(tmp_path: P
         await controller.abort("u1", "skipped")
         assert "committed_version" in (await controller.rest([0], 2, 5.0))["value"]
         assert roster.rested == [([0], 2)]
+
+    drive(tmp_path, scenario)
+
+
+def test_a_deadline_that_passes_while_engines_apply_is_their_verdicts_to_tell(tmp_path: Path) -> None:
+    """Aborted below them, the next update would have begun while they write."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        async def commit(update: Update, ordinal: int) -> EngineVerdict:
+            await asyncio.sleep(0.5)
+            return EngineVerdict(ordinal, True, update.request.version, EngineState.SERVING)
+
+        roster.commit = commit  # type: ignore[method-assign]
+        assert "value" in await controller.begin(begin() | {"timeout_seconds": 0.1})
+        applied = asyncio.create_task(controller.commit("u1", 5.0))
+        await asyncio.sleep(0.35)
+        assert (await controller.update("u1"))["value"]["state"] == "applying"
+        assert (await controller.begin(begin("u2", 2)))["error"]["code"] == "update_conflict"
+        assert (await applied)["value"]["state"] == "committed"
 
     drive(tmp_path, scenario)
 

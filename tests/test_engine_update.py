@@ -231,6 +231,7 @@ def test_an_engine_that_restarted_since_it_received_an_update_says_so(tmp_path: 
     verdict = asyncio.run(commit())["value"]
     assert (verdict["error"]["code"], verdict["state"], verdict["version"]) == ("aborted", "pending", None)
     assert "restarted" in verdict["error"]["message"]
+    assert not engine.core.running, "it has nothing that it may serve"
 
 
 def test_an_update_that_is_being_applied_is_not_ended_below_it(tmp_path: Path) -> None:
@@ -245,13 +246,14 @@ def test_an_update_that_is_being_applied_is_not_ended_below_it(tmp_path: Path) -
             await asyncio.sleep(0.05)
         return answer
 
-    async def run() -> tuple[Any, Any]:
+    async def run() -> tuple[Any, Any, Any]:
         engine.core.rpc = rpc  # type: ignore[method-assign]
         commit = asyncio.create_task(engine.actor.commit(update, 1, 0))
         await loaded.wait()
-        ended = await engine.actor.abort(update)
-        return ended, await commit
+        ended, begun = await engine.actor.abort(update), await engine.actor.begin({"base_update": ""})
+        return ended, begun, await commit
 
-    ended, committed = asyncio.run(run())
-    assert ended["error"]["code"] == "update_conflict" and committed["value"]["committed"]
+    ended, begun, committed = asyncio.run(run())
+    assert ended["error"]["code"] == begun["error"]["code"] == "update_conflict" and committed["value"]["committed"]
+    assert begun["error"]["message"] == f"engine 0 still applies update {update}"
     engine.require(1)
