@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.test_ledger import engine, request
+from tests.test_ledger import engine, request, verdict
 from weightsync import config
 from weightsync.codec import encode
+from weightsync.errors import TransportFailed
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
 from weightsync.protocol import BeginOrder, EngineState, EngineVerdict, Place
@@ -55,11 +56,11 @@ class Roster:
         raise NotImplementedError
 
 
-def drive(folder: Path, scenario: Callable[[Controller, Roster], Coroutine[Any, Any, None]]) -> None:
+def drive(folder: Path, scenario: Callable[[Controller, Roster], Coroutine[Any, Any, None]], **settings: Any) -> None:
     (folder / "config.json").write_text("{}")
 
     async def run() -> None:
-        controller = Controller(config.dump(config.load({"engine.model": folder})))
+        controller = Controller(config.dump(config.load({"engine.model": folder, **settings})))
         roster = Roster(controller)
         controller._roster = roster  # type: ignore[assignment]
         await scenario(controller, roster)
@@ -178,6 +179,50 @@ def test_a_deadline_that_passes_while_engines_apply_is_their_verdicts_to_tell(tm
         assert (await applied)["value"]["state"] == "committed"
 
     drive(tmp_path, scenario)
+
+
+def test_everybody_meets_anew_behind_an_update_that_did_not_end_well_and_behind_no_other(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        well = True
+
+        async def commit(update: Update, ordinal: int) -> EngineVerdict:
+            return verdict(ordinal, update.request.version, well or ordinal == 0)
+
+        roster.commit = commit  # type: ignore[method-assign]
+
+        async def generation(version: int) -> int:
+            return int((await controller.begin(begin(f"u{version}", version)))["value"]["communicator"]["generation"])
+
+        first = await generation(1)
+        assert (await controller.commit("u1", 5.0))["value"]["state"] == "committed"
+        assert await generation(2) == first
+        await controller.abort("u2", "skipped")
+        second = await generation(3)
+        assert second > first
+        well = False
+        assert (await controller.commit("u3", 5.0))["value"]["state"] == "aborted"
+        assert await generation(4) > second
+
+    drive(tmp_path, scenario)
+
+
+def test_what_fails_before_the_commit_of_what_is_not_staged_ends_it(tmp_path: Path) -> None:
+    """Engines are ready when they have met the trainer, who may be gone again before it commits."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        assert "value" in await controller.begin(begin())
+        await asyncio.sleep(0.1)
+        assert (await controller.update("u1"))["value"]["state"] == "staged"
+
+        async def late(update: Update, until: float) -> list[str]:
+            raise TransportFailed("the trainer has left")
+
+        roster.late = late  # type: ignore[method-assign]
+        await asyncio.sleep(0.3)
+        ended = (await controller.update("u1"))["value"]
+        assert (ended["state"], ended["error"]["code"]) == ("aborted", "transport_failed") and roster.begun == {}
+
+    drive(tmp_path, scenario, **{"sync.stage": "none"})
 
 
 def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:
