@@ -62,8 +62,9 @@ def main() -> None:
             dist.broadcast_object_list(answers)
             gaps = [f"{gap(model, answer):.4f}" for answer in answers if answer is not None]
             if first:
+                engines = sum(verdict.committed for verdict in report.verdicts)
                 print(
-                    f"step {step}: loss {loss.item():.3f}, version {report.version} in {len(report.verdicts)} engines, "
+                    f"step {step}: loss {loss.item():.3f}, version {report.version} in {engines} engines, "
                     f"{report.nbytes / 1e6:.1f} MB, {report.seconds['total']:.2f} s of which gathering {report.seconds['export']:.2f}, "
                     f"log-probability gap {' -> '.join(gaps)}",
                     flush=True,

@@ -13,6 +13,7 @@ import torch
 from tests.workers import NAMES, Worker, weights, without_vllm
 from weightsync.errors import (
     BaseRefused,
+    DigestMismatch,
     ManifestRefused,
     MemoryRefused,
     Refused,
@@ -115,6 +116,30 @@ def test_bytes_are_let_go_of_when_the_update_counts(workers: int, retain: bool) 
     assert worker.applier._receiver.into is None
 
 
+def test_what_somebody_captured_is_sealed_before_the_first_write_and_not_over_half_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed load has left elsewhere would be taken for where it belongs."""
+    worker, sealed = Worker(retain=False), list[bool]()
+    worker.update(weights(1))
+    monkeypatch.setattr(worker.guard, "outdated", True)
+    monkeypatch.setattr(worker.guard, "seal", lambda: sealed.append(worker.applier.wrote), raising=False)
+    monkeypatch.setattr(worker.applier._lazies, "note_captured", lambda: None, raising=False)
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(2))
+    assert report.wrote and worker.applier.apply(update).state == "applied"
+    assert sealed == [False]
+
+
+def test_on_the_way_back_nothing_is_proved_and_the_failed_updates_bytes_are_gone() -> None:
+    """Another worker failed before this one had written."""
+    worker = Worker(workers=2)
+    worker.update(weights(1))
+    update = worker.begin(weights(2))
+    worker.model.fail_behind = [1]
+    assert worker.applier.rollback(update).state == "failed"
+    assert worker.applier._held.proved == "" and worker.applier.wrote
+    assert worker.applier._receiver is not None and worker.applier._receiver.into is None
+
+
 @pytest.mark.parametrize("then", ["abort", "begin"])
 def test_what_is_not_staged_goes_by_when_loading_failed_until_the_next_update(then: str) -> None:
     worker = Worker(retain=False, stage="none")
@@ -137,14 +162,28 @@ def test_a_communicator_is_kept_behind_an_update_that_went_well_and_behind_no_ot
     worker, closed = Worker(retain=False), list[str]()
     worker.applier._joining._channel = SimpleNamespace(close=lambda: closed.append("closed"))  # type: ignore[assignment]
     if ends == "verified":
-        worker.update(weights(1))
+        worker.applier.abort(worker.update(weights(1)))  # a trainer that had given up says so too late
     elif ends == "failed":
         worker.model.fail_behind = [1]
         worker.applier.abort(worker.apply(weights(1))[0])
     else:
         worker.applier.abort(worker.begin(weights(1)))
+        assert worker.applier._joining._order is None, "a thread that is still on its way in comes in vain"
     worker.begin(weights(2))
     assert closed == ([] if ends == "verified" else ["closed"])
+
+
+def test_what_has_not_arrived_is_never_loaded_also_not_over_what_an_earlier_update_left() -> None:
+    """That the earlier one had written was taken for a first try of this one: bytes that had failed their digests were loaded."""
+    worker = Worker(retain=False)
+    worker.model.fail_behind = [1]
+    update, report = worker.apply(weights(2))
+    assert report.wrote
+    worker.applier.abort(update)
+    update, before = worker.begin(weights(3)), worker.model.values()
+    worker.applier._receiver.error = DigestMismatch("other bytes")  # type: ignore[union-attr]
+    report = worker.applier.apply(update)
+    assert (report.state, report.wrote, worker.model.values()) == ("failed", True, before)
 
 
 # --- frozen ----------------------------------------------------------------------------------------
@@ -361,6 +400,8 @@ def test_a_sleep_behind_the_beginning_of_an_update_is_seen_before_the_first_writ
     assert not sleeper.applier.wrote
     sleeper.memory.wake()
     assert sleeper.applier.apply(update).state == "applied"
+    with pytest.raises(UpdateConflict, match="an update is under way"):
+        sleeper.applier.fall_asleep(1)
 
 
 def test_behind_a_light_sleep_all_is_as_it_was(sleeper: Worker) -> None:

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.test_ledger import engine, request
+from tests.test_ledger import engine, request, verdict
 from weightsync import config
 from weightsync.codec import encode
+from weightsync.errors import TransportFailed
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import BeginOrder, EngineVerdict, Place
+from weightsync.protocol import BeginOrder, EngineState, EngineVerdict, Place
 
 
 class Roster:
@@ -55,11 +56,11 @@ class Roster:
         raise NotImplementedError
 
 
-def drive(folder: Path, scenario: Callable[[Controller, Roster], Coroutine[Any, Any, None]]) -> None:
+def drive(folder: Path, scenario: Callable[[Controller, Roster], Coroutine[Any, Any, None]], **settings: Any) -> None:
     (folder / "config.json").write_text("{}")
 
     async def run() -> None:
-        controller = Controller(config.dump(config.load({"engine.model": folder})))
+        controller = Controller(config.dump(config.load({"engine.model": folder, **settings})))
         roster = Roster(controller)
         controller._roster = roster  # type: ignore[assignment]
         await scenario(controller, roster)
@@ -84,6 +85,29 @@ def test_an_update_that_is_aborted_while_it_is_admitted_leaves_nothing_in_engine
         assert (await admission)["error"]["code"] == "aborted"
         assert roster.begun == {}
         assert "value" in await controller.begin(begin("u2"))
+
+    drive(tmp_path, scenario)
+
+
+def test_an_update_that_is_withdrawn_before_it_has_been_admitted_is_not_admitted_behind_that(tmp_path: Path) -> None:
+    """Its trainer has given up waiting for the answer; nobody would commit it, and it would stand in the way until its deadline."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        hangs, stock = asyncio.Event(), roster.refresh
+
+        async def refresh() -> None:
+            await hangs.wait()  # an engine that does not answer
+            await stock()
+
+        roster.refresh = refresh  # type: ignore[method-assign]
+        first, second = (asyncio.create_task(controller.begin(begin(update_id))) for update_id in ("u1", "u2"))  # one waits for the other
+        await asyncio.sleep(0.05)
+        for update_id in ("u1", "u2"):
+            assert (await controller.abort(update_id, "the trainer got no answer"))["error"]["code"] == "refused"
+        hangs.set()
+        assert [(await task)["error"]["code"] for task in (first, second)] == ["aborted", "aborted"]
+        assert roster.begun == {} and controller._ledger.list() == []
+        assert "value" in await controller.begin(begin("u3"))
 
     drive(tmp_path, scenario)
 
@@ -136,6 +160,69 @@ def test_engines_neither_sleep_nor_wake_while_an_update_is_under_way(tmp_path: P
         assert roster.rested == [([0], 2)]
 
     drive(tmp_path, scenario)
+
+
+def test_a_deadline_that_passes_while_engines_apply_is_their_verdicts_to_tell(tmp_path: Path) -> None:
+    """Aborted below them, the next update would have begun while they write."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        async def commit(update: Update, ordinal: int) -> EngineVerdict:
+            await asyncio.sleep(0.5)
+            return EngineVerdict(ordinal, True, update.request.version, EngineState.SERVING)
+
+        roster.commit = commit  # type: ignore[method-assign]
+        assert "value" in await controller.begin(begin() | {"timeout_seconds": 0.1})
+        applied = asyncio.create_task(controller.commit("u1", 5.0))
+        await asyncio.sleep(0.35)
+        assert (await controller.update("u1"))["value"]["state"] == "applying"
+        assert (await controller.begin(begin("u2", 2)))["error"]["code"] == "update_conflict"
+        assert (await applied)["value"]["state"] == "committed"
+
+    drive(tmp_path, scenario)
+
+
+def test_everybody_meets_anew_behind_an_update_that_did_not_end_well_and_behind_no_other(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        well = True
+
+        async def commit(update: Update, ordinal: int) -> EngineVerdict:
+            return verdict(ordinal, update.request.version, well or ordinal == 0)
+
+        roster.commit = commit  # type: ignore[method-assign]
+
+        async def generation(version: int) -> int:
+            return int((await controller.begin(begin(f"u{version}", version)))["value"]["communicator"]["generation"])
+
+        first = await generation(1)
+        assert (await controller.commit("u1", 5.0))["value"]["state"] == "committed"
+        assert await generation(2) == first
+        await controller.abort("u2", "skipped")
+        second = await generation(3)
+        assert second > first
+        well = False
+        assert (await controller.commit("u3", 5.0))["value"]["state"] == "aborted"
+        assert await generation(4) > second
+
+    drive(tmp_path, scenario)
+
+
+def test_what_fails_before_the_commit_of_what_is_not_staged_ends_it(tmp_path: Path) -> None:
+    """Engines are ready when they have met the trainer, who may be gone again before it commits."""
+
+    async def scenario(controller: Controller, roster: Roster) -> None:
+        assert "value" in await controller.begin(begin())
+        await asyncio.sleep(0.1)
+        assert (await controller.update("u1"))["value"]["state"] == "staged"
+
+        async def late(update: Update, until: float) -> list[str]:
+            raise TransportFailed("the trainer has left")
+
+        roster.late = late  # type: ignore[method-assign]
+        await asyncio.sleep(0.3)
+        ended = (await controller.update("u1"))["value"]
+        assert (ended["state"], ended["error"]["code"]) == ("aborted", "transport_failed") and roster.begun == {}
+
+    drive(tmp_path, scenario, **{"sync.stage": "none"})
 
 
 def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Not covered: requests (`test_undo.py` has them on a real fleet).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ class Core:
     alive = True
 
     def __init__(self, *workers: Worker) -> None:
-        self.workers, self.stamped, self.running, self.resets = workers, -1, True, 0
+        self.workers, self.stamped, self.running, self.resets, self.ended = workers, -1, True, 0, 0
         self.fail = {"reset": 0, "stamp": 0, "resume": 0}
 
     def _due(self, step: str) -> None:
@@ -47,7 +48,7 @@ class Core:
         self._due("resume")
 
     async def end_requests(self) -> None:
-        """None are there."""
+        self.ended += 1
 
     async def reset_caches(self) -> None:
         self._due("reset")
@@ -78,13 +79,15 @@ class Engine:
 
     Args:
         workers: how many.
+        more: settings by their whole names.
+        sync: settings of that section.
     """
 
-    def __init__(self, folder: Path, workers: int = 2, **sync: Any) -> None:
+    def __init__(self, folder: Path, workers: int = 2, more: Mapping[str, Any] | None = None, **sync: Any) -> None:
         (folder / "config.json").write_text("{}")
         self.workers = [Worker(workers=workers, rank=rank) for rank in range(workers)]
         self.core = Core(*self.workers)
-        settings = {"engine.model": folder, **{f"sync.{key}": value for key, value in sync.items()}}
+        settings = {"engine.model": folder, **{f"sync.{key}": value for key, value in sync.items()}, **(more or {})}
         self.actor = EngineActor(0, config.dump(config.load({"sync.rollback": "host", **settings})))
         self.actor._engine = self.core  # type: ignore[assignment]
         self.actor._url, self.actor._reason = "http://engine", "pending_weights"
@@ -134,6 +137,17 @@ def test_a_proof_that_fails_in_one_worker_of_several_is_tried_again_in_all(tmp_p
     engine.require(2)
 
 
+@pytest.mark.parametrize("settings", [{"engine.strict": True}, {"sync.stage": "none"}])
+def test_what_another_try_can_not_mend_is_tried_once(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A repair that `strict` does not allow comes again, and what was not staged is gone."""
+    engine = Engine(tmp_path, more={"sync.rollback": "off", **settings})
+    engine.update(1)
+    engine.workers[1].guard.fail = [True]
+    verdict = engine.update(2)
+    assert not verdict["committed"] and "second_tries" not in verdict["checks"]
+    engine.require_out()
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_one_worker_that_fails_takes_all_back(at: int, tmp_path: Path) -> None:
     engine = Engine(tmp_path)
@@ -158,6 +172,7 @@ def test_an_engine_that_did_not_come_back_serves_nothing(step: str, tmp_path: Pa
     verdict = engine.update(2)
     assert "rolled_back" not in verdict["checks"]
     engine.require_out()
+    assert engine.core.ended == 1, "requests that stand still would wait for the next update"
     engine.workers[0].guard.fail = [True, True]
     assert "rolled_back" not in engine.update(3)["checks"], "it served nothing to go back to"
     engine.require_out()
@@ -216,6 +231,7 @@ def test_an_engine_that_restarted_since_it_received_an_update_says_so(tmp_path: 
     verdict = asyncio.run(commit())["value"]
     assert (verdict["error"]["code"], verdict["state"], verdict["version"]) == ("aborted", "pending", None)
     assert "restarted" in verdict["error"]["message"]
+    assert not engine.core.running, "it has nothing that it may serve"
 
 
 def test_an_update_that_is_being_applied_is_not_ended_below_it(tmp_path: Path) -> None:
@@ -230,13 +246,14 @@ def test_an_update_that_is_being_applied_is_not_ended_below_it(tmp_path: Path) -
             await asyncio.sleep(0.05)
         return answer
 
-    async def run() -> tuple[Any, Any]:
+    async def run() -> tuple[Any, Any, Any]:
         engine.core.rpc = rpc  # type: ignore[method-assign]
         commit = asyncio.create_task(engine.actor.commit(update, 1, 0))
         await loaded.wait()
-        ended = await engine.actor.abort(update)
-        return ended, await commit
+        ended, begun = await engine.actor.abort(update), await engine.actor.begin({"base_update": ""})
+        return ended, begun, await commit
 
-    ended, committed = asyncio.run(run())
-    assert ended["error"]["code"] == "update_conflict" and committed["value"]["committed"]
+    ended, begun, committed = asyncio.run(run())
+    assert ended["error"]["code"] == begun["error"]["code"] == "update_conflict" and committed["value"]["committed"]
+    assert begun["error"]["message"] == f"engine 0 still applies update {update}"
     engine.require(1)

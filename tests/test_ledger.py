@@ -146,6 +146,21 @@ def test_a_version_that_too_few_engines_took_may_be_tried_again_and_lower_ones_m
         ledger.admit(request("u4", 5), 0.0)
 
 
+def test_an_engine_with_that_number_from_the_first_try_is_not_ready_behind_the_second() -> None:
+    """The trainer was told that the first had failed and may have sent other weights since: two kinds of version 5 were both ready."""
+    ledger = fleet()
+    assert not apply(ledger, ledger.admit(request("u1", 5), 0.0), True, False)
+    assert ledger.ready == 1
+    again = ledger.admit(request("u2", 5), 0.0)
+    for state in (UpdateState.RECEIVING, UpdateState.STAGED, UpdateState.APPLYING):
+        again.move(state)
+    went_back = replace(verdict(0, 5, committed=False), version=5, state=EngineState.SERVING)
+    assert not ledger.conclude(again, [went_back, verdict(1, 5)], 2.0)
+    assert [(e.version, e.update_id) for e in ledger.engines.values()] == [(5, "u1"), (5, "u2")]
+    assert ledger.ready == 1
+    assert apply(ledger, ledger.admit(request("u3", 5), 0.0), True, True) and ledger.ready == 2
+
+
 def test_a_version_that_no_engine_took_leaves_the_fleet_where_it_was() -> None:
     ledger = fleet()
     apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
@@ -191,10 +206,36 @@ def test_an_engine_on_its_way_up_is_left_out_like_a_dead_one() -> None:
         ledger.admit(request("u", 1), 0.0)
 
 
+def test_an_engine_that_still_applies_what_was_given_up_is_left_out_where_require_allows_it() -> None:
+    """It refuses another update until that ends; one that hung in it kept the whole fleet from every later version."""
+    ledger = fleet(engines=3, require=2)
+    ledger.see(engine(1, 5, EngineState.UPDATING))
+    assert ledger.admit(request("u", 6), 0.0).engines == (0, 2)
+    ledger = fleet(engines=2)
+    ledger.see(engine(1, 5, EngineState.UPDATING))
+    assert ledger.admit(request("u", 6), 0.0).engines == (0, 1), "it is needed, and may have ended by now"
+
+
 def test_quarantined_and_pending_engines_take_part() -> None:
     ledger = fleet()
     ledger.see(engine(0, None, EngineState.QUARANTINED))
     assert ledger.admit(request("u", 1), 0.0).engines == (0, 1)
+
+
+def test_engines_that_an_update_goes_on_without_are_in_its_report_with_the_reason() -> None:
+    ledger = fleet(engines=5, require=1)
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True, True, True, False)
+    ledger.lose(0, "deadline")
+    ledger.see(replace(engine(1, 5, EngineState.ASLEEP), update_id="u1", reason="asleep"))
+    ledger.see(replace(engine(2, 5, EngineState.UPDATING), update_id="u1", reason="updating"))
+    assert apply(ledger, ledger.admit(partial("u2", 6), 0.0), True)
+    verdicts = ledger.list()[0].status.verdicts
+    assert [(v.engine, v.committed, (v.error or {}).get("code")) for v in verdicts] == [
+        (0, False, "engine_died"), (1, False, "no_engine_ready"), (2, False, "update_conflict"), (3, True, None), (4, False, "base_refused")
+    ]  # fmt: skip
+    assert "engine 0 was dead (deadline) when the update began" in verdicts[0].error["message"]  # type: ignore[index]
+    assert all(v.error["retryable"] for v in verdicts[:3])  # type: ignore[index]
+    assert ledger.engines[1].state == EngineState.ASLEEP, "they are left as they are"
 
 
 def test_without_an_engine_there_is_no_update() -> None:
@@ -369,6 +410,12 @@ def test_a_rewind_that_is_aborted_or_that_no_engine_took_changes_nothing() -> No
     assert (ledger.committed_version, ledger.rewinds, ledger.ready) == (57, 0, 2)
     assert not apply(ledger, ledger.admit(rewind("u2", 1), 0.0), False, False)
     assert (ledger.committed_version, ledger.rewinds) == (57, 0)
+
+
+def test_an_engine_that_failed_in_a_rewind_has_not_gone_back() -> None:
+    ledger = at(57)
+    assert not apply(ledger, ledger.admit(rewind("u1", 1), 0.0), True, False)
+    assert [engine.rewinds for engine in ledger.engines.values()] == [1, 0]
 
 
 def test_a_rewind_to_a_version_above_is_an_update_like_any() -> None:

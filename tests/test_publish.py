@@ -5,7 +5,9 @@ Not covered: what the service does with it (`test_controller.py`), trainers of s
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.service import Service
+from tests.service import Service, until
 from weightsync import SyncReport, WeightSync, cli
 from weightsync.client.source import Lazy
+from weightsync.codec import encode
 from weightsync.errors import (
+    ApplyFailed,
     DeadlineExceeded,
     ManifestRefused,
     ServiceUnreachable,
     UpdateConflict,
     UpdateFailed,
-    WeightSyncError,
 )
+from weightsync.protocol import Admission, CommunicatorInfo
 
 BUCKET = 8192
 
 
-@pytest.mark.parametrize("error", [DeadlineExceeded, ServiceUnreachable])
-def test_an_update_whose_beginning_got_no_answer_is_withdrawn(error: type[WeightSyncError], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [DeadlineExceeded, ServiceUnreachable, KeyboardInterrupt])
+def test_an_update_whose_beginning_got_no_answer_is_withdrawn(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been admitted, and would stand in the way of the next one until its deadline."""
     posted: list[tuple[str, Any]] = []
 
@@ -76,6 +80,58 @@ def test_a_push_passes_its_flags_on(flags: list[str], expected: tuple[bool, bool
     monkeypatch.setattr(cli, "_client", lambda _: Client())
     assert cli.main(["push", str(tmp_path), *flags]) == 0
     assert (asked["rewind"], asked["allow_nonfinite"]) == expected
+
+
+def test_an_update_that_can_not_be_sent_is_withdrawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody had it to commit: this trainer was refused every update until a commit of it had waited for its deadline."""
+    posted: list[str] = []
+
+    def post(path: str, body: Any, timeout_seconds: float) -> Any:
+        posted.append(path)
+        return encode(Admission("u", 1, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), (0,)))
+
+    with WeightSync("http://127.0.0.1:9", "token") as sync:
+        monkeypatch.setattr(sync._http, "post", post)
+        monkeypatch.setattr("weightsync.client.sync.Sender", _raises(RuntimeError("an error of the device")))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="an error of the device"):
+                sync.publish({"w": torch.ones(3)}, version=1)
+    assert posted == ["/v1/updates", "/v1/updates/u/abort"] * 2
+
+
+# --- a commit that is asked for again -------------------------------------------------------------
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_commit_that_is_asked_for_again_leaves_the_next_update_alone(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closed the communicator below the one that was being sent, and `close` would have left that one under way."""
+    go = threading.Event()
+
+    def slow() -> torch.Tensor:
+        assert go.wait(10)
+        return torch.ones(3)
+
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        expected = pytest.raises(ApplyFailed, match="out of registers") if failed else contextlib.nullcontext()
+        first = sync.publish({"w": torch.zeros(3)})
+        with monkeypatch.context() as patch, expected:
+            if failed:
+                patch.setattr(type(service.latest()), "received", _raises(ApplyFailed("out of registers")))
+            sync.commit(first)
+        second = sync.publish({"w": Lazy(torch.float32, (3,), slow)})
+        until(lambda: "connect" in second._seconds)
+        with expected:
+            sync.commit(first)
+        go.set()
+        assert sync.commit().version == second.version
+        assert torch.equal(service.held[second.version][0]["w"], torch.ones(3))
 
 
 # --- when parameters may change -------------------------------------------------------------------

@@ -107,6 +107,26 @@ def test_an_engine_in_which_no_worker_wrote_can_go_on() -> None:
     assert isinstance(error, InternalError) and not transaction.wrote
 
 
+@pytest.mark.parametrize("method", [APPLY, VERIFY])
+def test_an_engine_of_which_nobody_knows_what_it_wrote_can_not_go_on(method: str) -> None:
+    """The answer was lost, or is none."""
+    engine = Engine()
+    stock = engine.rpc
+
+    async def rpc(asked: str, *args: Any) -> list[dict[str, Any]]:
+        if asked == method:
+            raise RuntimeError("the core died")
+        return await stock(asked, *args)
+
+    engine.rpc = rpc  # type: ignore[method-assign]
+    transaction = Transaction(engine, "u", tries=2, seconds_for_all=60.0)
+    asyncio.run(transaction.pause())
+    assert not transaction.wrote
+    with pytest.raises(RuntimeError):
+        asyncio.run(transaction.bring())
+    assert transaction.wrote
+
+
 def test_an_engine_that_does_not_confirm_its_pause_is_not_touched() -> None:
     engine = Engine(paused=False)
     transaction, error = run(engine)

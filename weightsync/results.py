@@ -19,7 +19,7 @@ class SyncReport:
         nbytes, tensors: what was sent.
         seconds: wall time by phase; `total` is the whole call.
         pause_seconds: the longest time any engine generated nothing.
-        verdicts: one per engine of the update.
+        verdicts: one per engine of the fleet; those that took no part say why.
     """
 
     update_id: str

@@ -241,11 +241,10 @@ class WeightSync(View):
     def _publish(self, offered: Offer, progress: Progress | None, began: float, deadline: float, **options: Any) -> Published:
         with self._lock:
             published, plan = self._admit(offered, began, deadline, **options)
-        sender = Sender(offered, plan, progress)
         ranks, staged = self._ranks, published.admission.staged
-        # Gathers go on only while every rank is in a call of ours.
-        together = ranks is not None and bool(offered.runs)
+        together = ranks is not None and bool(offered.runs)  # gathers go on only while every rank is in a call of ours
         try:
+            sender = Sender(offered, plan, progress)
             if ranks is not None:
                 ranks.tell(Kind.ADMITTED, encode(published.admission), deadline)
                 offered.go = lambda run: self._tell(published, Kind.GATHER, run)
@@ -255,8 +254,8 @@ class WeightSync(View):
             self._sending.start()
             if staged and together:
                 self._watch(published, published._read)
-        except WeightSyncError as exc:
-            self._give_up(published, exc.message)
+        except BaseException as exc:  # nobody has it to commit
+            self._give_up(published, exc.message if isinstance(exc, WeightSyncError) else repr(exc))
             raise
         return published
 
@@ -270,11 +269,11 @@ class WeightSync(View):
         request, plan = self._request(offered, version, deadline - time.monotonic(), allow, **about)
         seconds = min(4 * CONTROL_SECONDS, request.timeout_seconds + WORD_SECONDS)
         try:
-            answer = self._http.post("/v1/updates", encode(request), seconds)
-        except (DeadlineExceeded, ServiceUnreachable):
+            admission = decode(Admission, self._http.post("/v1/updates", encode(request), seconds))
+        except (DeadlineExceeded, ServiceUnreachable, ValueError, KeyboardInterrupt):
             self._withdraw(request.update_id, "the trainer got no answer", _WITHDRAW_SECONDS)  # it may be under way all the same
             raise
-        self._published = published = Published(decode(Admission, answer), began, deadline)
+        self._published = published = Published(admission, began, deadline)
         published._seconds["admit"] = time.monotonic() - began
         published._dtypes = {spec.name: spec.dtype for spec in offered.manifest.tensors}
         return published, plan
@@ -387,13 +386,14 @@ class WeightSync(View):
         self._joined.leave()
         # It may commit yet, and the workers then keep a communicator that this side has left: be a new trainer to them.
         self._trainer_id = uuid.uuid4().hex
-        if self._published is published:
-            self._published = None
+        self._published = None
 
     def _report(self, published: Published, status: UpdateStatus) -> SyncReport:
-        self._published = None
+        if self._published in (None, published):  # as in `_give_up`
+            self._published = None
+            if status.state != UpdateState.COMMITTED:
+                self._joined.leave()
         if status.state != UpdateState.COMMITTED:
-            self._joined.leave()
             raise failure(status) from published._error
         self._dtypes |= published._dtypes
         published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run

@@ -133,7 +133,7 @@ class Trainer:
             "seconds": seconds | {"sync": time.perf_counter() - began},
             "sync_seconds": report.seconds,
             "pause_seconds": report.pause_seconds,
-            "stored_tensors": min(verdict.checks.get("stored", 0) for verdict in report.verdicts),
+            "stored_tensors": min(verdict.checks.get("stored", 0) for verdict in report.verdicts if verdict.committed),
         }
 
     def save(self) -> None:

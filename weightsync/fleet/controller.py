@@ -77,6 +77,7 @@ class Controller:
         self._staged: dict[str, asyncio.Event] = {}
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
+        self._asked: dict[str, str] = {}  # for updates that wait for their admission; why one was withdrawn meanwhile
         self._heart: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -130,6 +131,7 @@ class Controller:
             error: WeightSyncError = ManifestRefused(f"the request is not valid: {exc}", hint="Nothing was changed")
             self._recorder.refused(error)
             raise error from None
+        self._asked[request.update_id] = ""
         async with self._admitting:
             try:
                 return dict(encode((self._ledger.repeated(request) or await self._admit(request)).admission))
@@ -137,10 +139,14 @@ class Controller:
                 self._recorder.refused(exc)
                 exc.update_id, exc.phase = request.update_id, str(Phase.ADMIT)
                 raise
+            finally:
+                self._asked.pop(request.update_id, None)
 
     async def _admit(self, request: UpdateRequest) -> Update:
         _check_versions(request)
         await self._refresh()  # an engine that died a moment ago must not be counted on
+        if why := self._asked.get(request.update_id):
+            raise Aborted(f"aborted: {why}")
         began = time.monotonic()
         update = self._ledger.admit(request, time.time())
         self._staged[request.update_id] = asyncio.Event()
@@ -233,6 +239,8 @@ class Controller:
     async def abort(self, update_id: str, reason: str) -> dict[str, Any]:
         """End an update on behalf of its trainer or an operator."""
         if self._ledger.get(update_id) is None:
+            if update_id in self._asked:
+                self._asked[update_id] = reason[:300] or "withdrawn"
             await self._roster.abort(update_id)  # engines may have it from a controller before this one
         update = self._known(update_id)
         if update.state == UpdateState.APPLYING:

@@ -66,7 +66,7 @@ class Update:
     rewinds: int = 0  # of the fleet, once this one has committed
     base_version: int | None = None  # what it builds on, with a scope
     base_update: str = ""
-    left_out: tuple[EngineVerdict, ...] = ()  # engines that hold another base
+    left_out: tuple[EngineVerdict, ...] = ()  # engines that could not take part, or hold another base
 
     def __post_init__(self) -> None:
         self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
@@ -131,8 +131,13 @@ class Ledger:
 
     @property
     def ready(self) -> int:
-        """Engines that serve the committed version; one that missed a rewind does not, whatever its number."""
-        return sum(e.state == EngineState.SERVING and e.version is not None and _rank(e) == self._reached for e in self.engines.values())
+        """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
+        return sum(self._holds(e) for e in self.engines.values())
+
+    def _holds(self, engine: EngineStatus) -> bool:
+        """Whether an engine serves what the update brought that the committed version is of."""
+        held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self._committed_update
+        return held and engine.state == EngineState.SERVING
 
     @property
     def _reached(self) -> tuple[int, int]:
@@ -220,6 +225,8 @@ class Ledger:
         update = Update(request, self._able(request), now, rewinds=self.rewinds + back)
         if request.scope:
             self._build_on_base(update)
+        known = {*update.engines, *(verdict.engine for verdict in update.left_out)}
+        update.left_out += tuple(_absent(engine) for ordinal, engine in sorted(self.engines.items()) if ordinal not in known)
         self._updates[request.update_id] = update
         return update
 
@@ -233,6 +240,10 @@ class Ledger:
         gone = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
         asleep = [e for e in self.engines.values() if e.state == EngineState.ASLEEP and e not in gone]
         able = tuple(sorted(set(self.engines) - {e.engine for e in (*gone, *asleep)}))
+        # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
+        free = tuple(ordinal for ordinal in able if self.engines[ordinal].state != EngineState.UPDATING)
+        if len(free) >= max(self.require, 1):
+            able = free
         if not able and not asleep:
             raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
         short = f"{self.require} must commit and {len(able)} can. Nothing was changed"
@@ -266,7 +277,7 @@ class Ledger:
             raise BaseRefused(f"the update builds on {said}, and the fleet holds {holds}", hint=_WHOLE, update_id=request.update_id)
         holders, others = list[int](), dict[int, BaseRefused]()
         for engine in (self.engines[ordinal] for ordinal in update.engines):
-            if engine.state == EngineState.SERVING and _rank(engine) == self._reached and engine.update_id == self._committed_update:
+            if self._holds(engine):
                 holders.append(engine.engine)
                 continue
             others[engine.engine] = other_base(engine, base, self._committed_update)
@@ -327,6 +338,17 @@ def other_base(engine: EngineStatus, version: int | None, update_id: str | None)
         hint=_WHOLE,
         engine=engine.engine,
     )
+
+
+def _absent(engine: EngineStatus) -> EngineVerdict:
+    """Of an engine that an update goes on without."""
+    kind = {EngineState.ASLEEP: NoEngineReady, EngineState.UPDATING: UpdateConflict}.get(engine.state, EngineDied)
+    error = kind(
+        f"engine {engine.engine} was {engine.state} ({engine.reason}) when the update began, and took no part",
+        hint="It takes part again when it answers, is awake, and applies nothing",
+        engine=engine.engine,
+    )
+    return EngineVerdict(engine.engine, False, engine.version, engine.state, error=error.to_dict())
 
 
 def _rank(engine: EngineStatus) -> tuple[int, int]:

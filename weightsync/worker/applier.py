@@ -197,7 +197,8 @@ class Applier(Following):
         """Write the update into the live storage. The engine must be paused. A staged one may be applied again until it counts."""
         receiver = self._expect(update_id, "staged", "applied", "failed", "verified")
         streamed = receiver.order.stage == "none"
-        if (streamed and self._state != "staged") or (self._state == "failed" and not self._wrote):
+        again = "apply" in self._seconds  # else what failed is that it did not arrive, whatever an earlier update has written
+        if (streamed and self._state != "staged") or (self._state == "failed" and not (again and self._wrote)):
             return self.report()
         began = time.monotonic()
         if self._state == "staged":
