@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,10 @@ from weightsync import WeightSync, config
 from weightsync.codec import decode, encode
 from weightsync.errors import ManifestRefused, WeightSyncError
 from weightsync.protocol import BeginOrder, WorkerReport
+from weightsync.transport.retained import folder_of
+from weightsync.worker.held import Held
 from weightsync.worker.joining import Joining
+from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
 
 CPU = torch.device("cpu")
@@ -102,7 +106,7 @@ class Worker:
     """Receives as a worker does, and keeps the first value of each tensor."""
 
     def __init__(self) -> None:
-        self._joining, self._receiver = Joining(CPU, 0), None
+        self._joining, self._receiver, self.held = Joining(CPU, 0), None, Held()
         self._state, self.values = "none", dict[str, float]()
 
     def begin(self, order: dict[str, Any]) -> WorkerReport:
@@ -136,8 +140,11 @@ class Worker:
         return self.poll()
 
     def keep(self, update_id: str) -> WorkerReport:
-        if self._receiver is not None:
-            self._receiver.discard()
+        receiver = self._receiver
+        if receiver is not None and receiver.into is not None:
+            staged = replace(receiver.held().update(LoadMap({}), ()), digests=dict(receiver.digests))  # type: ignore[arg-type]
+            self.held.settle(receiver.order, 0, staged if receiver.order.keep_in else None)
+            receiver.discard()
         return self.poll()
 
     def abort(self, update_id: str) -> WorkerReport:
@@ -147,6 +154,8 @@ class Worker:
             if self._state != "verified":
                 receiver.discard()
                 self._joining.leave()
+                if (folder := folder_of(receiver.order, 0)) is not None:
+                    folder.tidy()
             self._receiver = None
         return self.poll()
 
@@ -181,7 +190,14 @@ class Core:
 
 
 def settings(folder: str, **more: Any) -> dict[str, Any]:
-    sync = {"require": 3, "control_timeout_seconds": CONTROL, "rendezvous_timeout_seconds": UPDATE, "apply_timeout_seconds": UPDATE, **more}
+    sync = {
+        "require": 3,
+        "retain_engines": 0,
+        "control_timeout_seconds": CONTROL,
+        "rendezvous_timeout_seconds": UPDATE,
+        "apply_timeout_seconds": UPDATE,
+        **more,
+    }
     return config.dump(config.load({"engine.model": folder, "engine.count": ENGINES, **{f"sync.{key}": v for key, v in sync.items()}}))
 
 
@@ -193,6 +209,8 @@ def run_engine(state: dict[str, Any], ordinal: int, port: int, told: dict[str, A
         actor._engine, actor._url, actor._reason, actor._places = Core(), f"http://127.0.0.1:{port}", "pending_weights", [None]
         actor._starting = asyncio.get_running_loop().create_future()
         actor._starting.set_result(None)
+        if actor._settings.sync.retain_engines:
+            actor._open_shelf(f"actor-{ordinal}")
         return actor
 
     state["actor"] = _serve(port, make)
@@ -215,6 +233,21 @@ def say_no(state: dict[str, Any], why: str) -> None:
     receiver.cancel()
 
 
+def hold_sending(state: dict[str, Any], seconds: float) -> None:
+    """What this engine hands on waits before its first byte."""
+    from weightsync.transport.retained import Stream
+
+    send = Stream.send
+    Stream.send = lambda self, channel, deadline, cancelled: (time.sleep(seconds), send(self, channel, deadline, cancelled))[1]  # type: ignore[method-assign]
+
+
+def spoil(state: dict[str, Any]) -> None:
+    """One bit of what this engine keeps flips."""
+    folder = state["actor"]._folder
+    data = folder.open(folder.head().update_id).data
+    data[len(data) // 2] ^= 1
+
+
 def writes(state: dict[str, Any]) -> list[int]:
     """How often each update was written, in order."""
     return list(state["actor"]._engine.writes.values())
@@ -229,6 +262,7 @@ def run_controller(state: dict[str, Any], port: int, engines: list[int], told: d
     from weightsync.fleet import controller, roster
 
     roster._TIMEOUT_SECONDS, controller._HEARTBEAT_SECONDS = 0.5, 0.2  # of these fleets, as all their deadlines
+    ray.util.list_named_actors = lambda **_: [{"name": f"engine-{o}", "namespace": "weightsync-default"} for o in range(ENGINES)]
     ray.get_actor = lambda name, namespace: Handle(engines[int(name.split("-")[1])])
     _serve(port, lambda: controller.Controller(told))
 

@@ -34,6 +34,7 @@ OPEN = ["/livez", "/readyz", "/metrics"]
 GUARDED = [
     ("GET", "/v1/status"),
     ("GET", "/v1/engines"),
+    ("GET", "/v1/targets"),
     ("GET", "/v1/updates"),
     ("GET", "/v1/updates/u-1"),
     ("POST", "/v1/updates"),
@@ -41,6 +42,7 @@ GUARDED = [
     ("POST", "/v1/updates/u-1/abort"),
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
+    ("POST", "/v1/scale"),
 ]
 each_guarded = pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{method} {path}" for method, path in GUARDED])
 
@@ -290,6 +292,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.post("/v1/updates/u-1/abort", json={"reason": "skipped"}).json() == {"method": "abort"}
     assert client.post("/v1/sleep", json={"level": 2, "engines": [1], "timeout_seconds": 9}).json() == {"method": "rest"}
     assert client.post("/v1/wake", json={}).json() == {"method": "rest"}
+    assert client.post("/v1/scale", json={"engines": 3}).json() == {"method": "scale"}
     assert [call[:-1] for call in controller.calls] == [
         ("status",),
         ("status",),
@@ -300,6 +303,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("abort", "u-1", "skipped"),
         ("rest", [1], 2, 9.0),
         ("rest", [], 0, 300.0),
+        ("scale", 3, "wait", 60.0),
     ]
     assert all(call[-1] > 0 for call in controller.calls)
     # The controller's own deadline comes first, so that its answer gets out.
@@ -310,6 +314,17 @@ def test_bodies_of_commit_and_abort_may_be_left_out(client: TestClient, controll
     assert client.post("/v1/updates/u-1/commit").status_code == 200
     assert client.post("/v1/updates/u-1/abort").status_code == 200
     assert [call[:-1] for call in controller.calls] == [("commit", "u-1", 300.0), ("abort", "u-1", "asked for")]
+
+
+def test_routers_and_scrapers_find_every_engine_that_has_an_address(client: TestClient, controller: Controller) -> None:
+    starting = dataclasses.replace(engine(2, EngineState.PENDING, None), url="")
+    old = dataclasses.replace(engine(1, version=2), url="http://10.0.0.2:8001")
+    controller.answers["status"] = encode(fleet(dataclasses.replace(engine(0), url="http://10.0.0.1:8000"), old, starting))
+    found = client.get("/v1/targets").json()
+    assert [group["targets"] for group in found] == [["10.0.0.1:8000"], ["10.0.0.2:8001"]]
+    assert [group["labels"]["__meta_weightsync_version"] for group in found] == ["3", "2"]
+    assert [group["labels"]["__meta_weightsync_ready"] for group in found] == ["true", "false"]
+    assert all(isinstance(value, str) for group in found for value in group["labels"].values()), "Prometheus takes strings alone"
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -394,6 +409,8 @@ def test_deeply_nested_json_is_refused(client: TestClient, controller: Controlle
         ("/v1/sleep", {"level": 3}),
         ("/v1/wake", {"level": 1}),
         ("/v1/wake", {"engines": "all"}),
+        ("/v1/scale", {"engines": 0}),
+        ("/v1/scale", {"drain": "never"}),
     ],
 )
 def test_a_field_that_is_not_valid_is_named(client: TestClient, controller: Controller, path: str, body: Any) -> None:

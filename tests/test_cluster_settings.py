@@ -16,6 +16,7 @@ from weightsync.fleet import cluster, engine_actor
 
 OTHERS: dict[str, Any] = {
     "sync.caches": "retain", "sync.stage": "host", "sync.rollback": "host", "sync.verify_stored": True, "sync.local": "host",
+    "sync.retain_folder": "/tmp",
 }  # fmt: skip
 
 

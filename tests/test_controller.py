@@ -17,7 +17,7 @@ from weightsync.codec import encode
 from weightsync.errors import TransportFailed
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import BeginOrder, EngineState, EngineVerdict, Place
+from weightsync.protocol import EngineState, EngineVerdict, Place
 
 
 class Roster:
@@ -36,9 +36,12 @@ class Roster:
     def members(self, ordinals: Iterable[int]) -> tuple[dict[int, str], dict[int, tuple[Place | None, ...]]]:
         return {ordinal: f"{ordinal}-first" for ordinal in ordinals}, {ordinal: (self.place,) for ordinal in ordinals}
 
-    async def begin(self, order: BeginOrder) -> None:
+    async def discover(self) -> None:
+        """They are those of the settings."""
+
+    async def begin(self, update: Update, ordinal: int, *, hand_on: bool = False, restores: str = "") -> None:
         await self.gate.wait()
-        self.begun[order.engine] = order.request.update_id
+        self.begun[ordinal] = update.request.update_id
 
     async def late(self, update: Update, until: float) -> list[str]:
         return [f"engine {ordinal}" for ordinal in update.engines if self.begun.get(ordinal) != update.request.update_id]
@@ -227,12 +230,12 @@ def test_what_fails_before_the_commit_of_what_is_not_staged_ends_it(tmp_path: Pa
 
 def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:
     async def scenario(controller: Controller, roster: Roster) -> None:
-        orders: list[BeginOrder] = []
+        begun: list[tuple[Update, bool]] = []
         stock = roster.begin
 
-        async def begin_noting(order: BeginOrder) -> None:
-            orders.append(order)
-            await stock(order)
+        async def begin_noting(update: Update, ordinal: int, *, hand_on: bool = False, restores: str = "") -> None:
+            begun.append((update, hand_on))
+            await stock(update, ordinal)
 
         roster.begin = begin_noting  # type: ignore[method-assign]
         asked = begin("u2", 6) | {"scope": ["w"], "base_version": None}
@@ -244,6 +247,7 @@ def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:
 
         roster.refresh = refresh  # type: ignore[method-assign]
         assert "value" in await controller.begin(asked)
-        assert {(order.base_version, order.base_update, order.request.scope) for order in orders} == {(5, "u1", ("w",))}
+        assert {(update.base_version, update.base_update, update.request.scope) for update, _ in begun} == {(5, "u1", ("w",))}
+        assert [hand_on for _, hand_on in begun] == [True, False], "one of them keeps it for engines that come later"
 
     drive(tmp_path, scenario)

@@ -23,6 +23,7 @@ from weightsync.protocol import EngineState
 pytestmark = pytest.mark.engine
 
 KIND = "qwen3"
+LAYER = ("model.layers.0.*",)
 
 
 def _shared_memory() -> set[str]:
@@ -50,7 +51,7 @@ def test_a_killed_serve_is_adopted_and_ctrl_c_then_leaves_nothing(checkpoint: An
     first = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
     with first.client() as sync:
         sync.sync_weights(tensors(KIND, 2), version=41)
-        engine = sync.engines()[0]
+        engine = wait_until(lambda: (e := sync.engines()[0]).retained and e, 5, "what it keeps")
     first.stop(signal.SIGKILL)
     assert first.processes(), "the fleet lives on"
 
@@ -114,19 +115,33 @@ def test_dead_engines_and_controllers_come_back(checkpoint: Any, tensors: Any, c
             assert isinstance(caught.value, EngineDied) and caught.value.engine == 1 and caught.value.hint
             assert answers(sync, 0) == cold(KIND, 1)
             assert sync.status().committed_version == version
-            # It restarts by itself and serves nothing until an update reaches it.
-            pending = wait_until(lambda: (e := sync.engines()[1]).state == EngineState.PENDING and e.url and e, 90, "the restart")
+            # It restarts by itself, and serves nothing until it has got the committed version from the other.
+            pending = wait_until(lambda: (e := sync.engines()[1]).state == EngineState.PENDING and e, 90, "the restart")
             assert pending.version is None
             with pytest.raises(NoEngineReady):
                 sync.generate([1, 2], engine=1)
             assert "engine_pending" in fleet.get("/readyz").json()["reasons"]
+            back = wait_until(lambda: (e := sync.engines()[1]).state == EngineState.SERVING and e, 90, "its weights")
+            assert (back.version, back.update_id) == (version, sync.engines()[0].update_id)
+            assert answers(sync, 1) == cold(KIND, 1)
             sync.sync_weights(tensors(KIND, 2))
             assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 2)
+
+            # The one that keeps the bytes, those of a partial update among them, gets them back itself: they lie in shared memory.
+            version = sync.sync_weights(tensors(KIND, 1), scope=LAYER).version
+            said = answers(sync, 1)
+            assert said not in (cold(KIND, 1), cold(KIND, 2))
+            kept = wait_until(lambda: (k := sync.engines()[0].retained) and k.version == version and k, 5, "what is kept")
+            assert kept.nbytes >= sum(tensor.nbytes for tensor in tensors(KIND, 2).values())
+            os.kill(engine_pid(fleet, 0), signal.SIGKILL)
+            wait_until(lambda: sync.engines()[0].state != EngineState.SERVING, 20, "its death")
+            wait_until(lambda: sync.status().ready == 2, 90, "its weights")
+            assert answers(sync, 0) == said
 
             controller = next(p for p, c in fleet.processes().items() if c.startswith("ray::Controller"))
             os.kill(controller, signal.SIGKILL)
             status = wait_until(lambda: _status(sync), 30, "a new controller")
-            assert status.committed_version == version + 1 and status.ready == 2
+            assert status.committed_version == version and status.ready == 2
             sync.sync_weights(tensors(KIND, 1))
             assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 1)
     finally:

@@ -31,6 +31,7 @@ from weightsync.protocol import (
     FleetStatus,
     Manifest,
     Place,
+    Retained,
     SlotReport,
     TensorSpec,
     UpdateRequest,
@@ -44,6 +45,7 @@ MANIFEST = Manifest(
     (TensorSpec("model.embed.weight", "bfloat16", (8, 4)), TensorSpec("größe", "float32", ()), TensorSpec("none", "int8", (0,)))
 )
 PLACE = Place("boot/4026531840", "GPU-1", "trainer")
+RETAINED = Retained("update-1", 7, 0, 4096, "ab", 68, "update-1.bytes")
 REQUEST = UpdateRequest(
     "update-1", "trainer_1", 7, MANIFEST, 1 << 20, "ab" * 32, 300.0, "gloo", "2.13.0", "", 1, place=PLACE, socket="s-1", secret="5e"
 )
@@ -79,6 +81,8 @@ MESSAGES = [
     STATUS,
     ENGINE,
     dataclasses.replace(ENGINE, version=None, update_id=None),
+    dataclasses.replace(ENGINE, retained=RETAINED),
+    RETAINED,
     FleetStatus("default", None, 0, (ENGINE,), None),
     FleetStatus("default", 7, 1, (ENGINE,), STATUS),
     SyncReport("update-1", 7, 68, 3, {"total": 1.5}, 0.5, (VERDICT,)),

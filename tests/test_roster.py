@@ -190,7 +190,11 @@ def test_an_engine_whose_worker_hangs_answers_its_calls_all_the_same(tmp_path: P
     monkeypatch.setattr(engine.core, "rpc", never)
 
     async def ask() -> list[Any]:
-        return [await engine.actor.poll(), await engine.actor.begin({"base_update": ""}), await engine.actor.abort("u")]
+        return [
+            await engine.actor.poll(),
+            await engine.actor.begin({"base_update": "", "request": {"update_id": "u"}, "restores": "", "hand_on": False}),
+            await engine.actor.abort("u"),
+        ]
 
     began = time.monotonic()
     answers = asyncio.run(ask())

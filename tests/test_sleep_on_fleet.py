@@ -23,7 +23,8 @@ pytestmark = pytest.mark.engine
 def drowsy(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("drowsy")
     path = os.pathsep.join([str(Path(__file__).parent / "drowsy"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    running = Fleet(checkpoint("qwen3", 1), folder / "fleet", env={"SLEEP_FOLDER": str(folder), "PYTHONPATH": path})
+    flags = ["--sync.retain_engines=0"]  # else it has its weights again before a test sees that it has none
+    running = Fleet(checkpoint("qwen3", 1), folder / "fleet", flags=flags, env={"SLEEP_FOLDER": str(folder), "PYTHONPATH": path})
     yield running.ready()
     assert running.stop() == 0
 

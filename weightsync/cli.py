@@ -1,4 +1,4 @@
-"""The command line: `serve | demo | status | push | check | stop`.
+"""The command line: `serve | demo | status | push | scale | check | stop`.
 
 Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
 `--api.port`, …). Heavy imports happen in the command that needs them.
@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import sys
+import time
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
+    from weightsync.protocol import EngineStatus, FleetStatus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
     _add_client(push)
     push.set_defaults(run=_push)
+
+    scale = commands.add_parser("scale", help="add engines to a fleet, or take some away, while training goes on")
+    scale.add_argument("engines", type=int, help="how many there shall be")
+    scale.add_argument("--drain", choices=("wait", "abort"), default="wait", help="requests of engines that go (default %(default)s)")
+    scale.add_argument("--timeout", type=float, default=60.0, help="how long an engine may take to drain, seconds (default 60)")
+    scale.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long until all serve the fleet's version")
+    _add_client(scale)
+    scale.set_defaults(run=_scale)
 
     check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
     check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
@@ -138,28 +148,48 @@ def _client(args: argparse.Namespace) -> WeightSync:
 def _status(args: argparse.Namespace) -> int:
     import json
 
-    from rich.console import Console
-    from rich.table import Table
-
     from weightsync.codec import encode
 
     with _client(args) as client:
         status = client.status()
     if args.json:
         print(json.dumps(encode(status)))
-        return 0
+    else:
+        _show(status)
+    return 0
+
+
+def _show(status: FleetStatus) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {status.ready} of {len(status.engines)} engines ready")
-    for column in ("engine", "state", "version", "update", "address", "workers", "vLLM", "reason"):
+    for column in ("engine", "state", "version", "update", "address", "workers", "vLLM", "keeps", "reason"):
         table.add_column(column, overflow="fold")  # an address that is cut short is none
     for e in status.engines:
         table.add_row(
             *(
                 str(v) if v is not None else "-"
-                for v in (e.engine, e.state, e.version, e.update_id, e.url, e.workers, e.vllm_version, e.reason)
+                for v in (e.engine, e.state, e.version, e.update_id, e.url, e.workers, e.vllm_version, _kept(e), e.reason)
             )
         )
     Console().print(table)
-    return 0
+
+
+def _kept(engine: EngineStatus) -> str:
+    return f"{engine.retained.nbytes / 1e9:.2f} GB" if engine.retained else ""
+
+
+def _scale(args: argparse.Namespace) -> int:
+    """Exit code 1 when `--wait` is over and not all serve."""
+    with _client(args) as client:
+        status = client.scale(args.engines, args.drain, args.timeout)
+        until = time.monotonic() + args.wait
+        while status.ready < len(status.engines) and time.monotonic() < until:
+            time.sleep(0.5)
+            status = client.status()
+    _show(status)
+    return int(bool(args.wait) and status.ready < len(status.engines))
 
 
 def _push(args: argparse.Namespace) -> int:

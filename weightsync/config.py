@@ -175,6 +175,12 @@ class SyncSettings(_Section):
     update back, of which each worker then keeps a copy in host memory."""
     verify_stored: bool = False
     """After each update also compare the bytes of parameters that the engine keeps as they are loaded with what was sent."""
+    retain_engines: int = Field(default=1, ge=0)
+    """How many engines keep the bytes of the last committed update in shared memory, so that one that comes later (restarted, added,
+    awake again) gets its weights without the trainer: one copy of the weights each, two during an update. With 0 it waits for the
+    next update; and so it does with stage none, which keeps nothing."""
+    retain_folder: Path = Path("/dev/shm")
+    """Where they are kept: a file system in memory, on every machine that has engines."""
     caches: Literal["reset", "retain", "salt"] = "reset"
     """What becomes of prefix, connector, multimodal and encoder caches at an update: dropped once, kept in use, or kept for
     the requests that began before it, by vLLM's cache_salt."""

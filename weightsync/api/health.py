@@ -37,7 +37,7 @@ def readiness(status: FleetStatus, min_ready: int) -> Readiness:
         reasons.append("no_committed_version")
     if status.ready < min_ready:
         reasons.append("too_few_engines_ready")
-    for state in (EngineState.PENDING, EngineState.ASLEEP, EngineState.QUARANTINED, EngineState.DEAD):
+    for state in (EngineState.PENDING, EngineState.ASLEEP, EngineState.LEAVING, EngineState.QUARANTINED, EngineState.DEAD):
         if any(e.state == state for e in status.engines):
             reasons.append(f"engine_{state}")
     if any(e.state == EngineState.SERVING and e.version != status.committed_version for e in status.engines):

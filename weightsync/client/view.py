@@ -94,6 +94,23 @@ class View:
         body = {"engines": list(engines), "timeout_seconds": timeout_seconds}
         return decode(FleetStatus, self._http.post("/v1/wake", body, timeout_seconds + 2 * CONTROL_SECONDS))
 
+    def scale(self, engines: int, drain: str = "wait", timeout_seconds: float = 60.0) -> FleetStatus:
+        """Bring the fleet to so many engines, while updates and requests go on.
+
+        Engines that come are starting when this returns; each serves when it has the committed version, and no update waits for it before.
+
+        Args:
+            engines: how many there shall be.
+            drain: what becomes of requests of an engine that goes: `wait` for them, or `abort` them with a retryable error.
+            timeout_seconds: how long an engine may take to drain; then they are ended.
+
+        Raises:
+            Refused: fewer than `sync.require`, or more than the cluster has room for.
+            UpdateConflict: the fleet is being scaled; or an update does not end.
+        """
+        body = {"engines": engines, "drain": drain, "timeout_seconds": timeout_seconds}
+        return decode(FleetStatus, self._http.post("/v1/scale", body, timeout_seconds + 5 * CONTROL_SECONDS))
+
     # --- an update, for who sends it ------------------------------------------------------------
 
     def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:

@@ -33,6 +33,7 @@ from typing import IO, Any
 
 from weightsync import config
 from weightsync.errors import ConfigError, InternalError, ServiceUnreachable, WeightSyncError
+from weightsync.fleet.scratch import clear_shelves
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _FIXED: dict[str, tuple[str, ...]] = {
     "engine": (),
     "ray": (),
     "api": ("host", "max_request_bytes"),
-    "sync": ("caches", "stage", "rollback", "verify_stored", "local"),
+    "sync": ("caches", "stage", "rollback", "verify_stored", "local", "retain_folder"),
 }
 _STOP_SECONDS = 20.0
 _GRACE_SECONDS = 5.0
@@ -139,8 +140,11 @@ class Cluster:
 
         gpus = placement.engine_options(self.settings, 0)["num_gpus"]
         placement.require_gpus(self.settings.engine, gpus, ray.nodes(), may_grow=bool(self.settings.ray.address))
-        timeout = self.settings.engine.start_timeout_seconds
-        for ordinal in range(self.settings.engine.count):
+        timeout, namespace = self.settings.engine.start_timeout_seconds, self.settings.namespace
+        names = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
+        there = sorted(int(name.removeprefix("engine-")) for name in names if name.startswith("engine-"))
+        # The controller comes when all engines are made: where there is one, the fleet is whole, and may have been scaled.
+        for ordinal in there if there and controller.NAME in names else range(self.settings.engine.count):
             try:
                 self._engines[ordinal] = ray.get_actor(f"engine-{ordinal}", self.settings.namespace)
             except ValueError:
@@ -260,6 +264,8 @@ def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None) -> bool:
     if process is not None:
         process.wait()
     shutil.rmtree(temp_dir, ignore_errors=True)
+    if "settings" in state:
+        clear_shelves(Path(state["settings"]["sync"]["retain_folder"]), home)
     (home / "fleet.json").unlink(missing_ok=True)
     return was_alive
 
@@ -318,6 +324,7 @@ def _state(home: Path) -> dict[str, Any] | None:
 def _fixed(settings: config.Settings) -> dict[str, Any]:
     data = config.dump(settings)
     token = hashlib.sha256(str(data["api"]["token"]).encode()).hexdigest()
+    del data["engine"]["count"]  # a fleet may have been scaled
     fixed = {section: {key: data[section][key] for key in keys or data[section]} for section, keys in _FIXED.items()}
     return {**fixed, "token": token}
 

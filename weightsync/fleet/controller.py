@@ -38,11 +38,12 @@ from weightsync.errors import (
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
+from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
+from weightsync.fleet.scaling import Scaling
 from weightsync.metrics import Recorder
 from weightsync.protocol import (
     PROTOCOL_VERSION,
-    BeginOrder,
     FleetStatus,
     Phase,
     UpdateRequest,
@@ -74,6 +75,8 @@ class Controller:
         self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger, sync)
         # The first generation rises over restarts of the controller.
         self._membership = Membership(sync, 0, time.time_ns() // 1_000_000)
+        self._rejoin = Rejoin(self._roster, self._ledger, self._membership, sync, self._recorder.rejoined)
+        self._scaling = Scaling(self._settings, self._roster, self._ledger)
         self._staged: dict[str, asyncio.Event] = {}
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
@@ -94,6 +97,7 @@ class Controller:
             sync = self._settings.sync
             self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds, sync.store_port)
             self._membership.port = self._store.port
+            await self._roster.discover()
         await self._roster.refresh()
         if self._heart is None:  # also in a controller that Ray restarted, which nobody calls `start` on
             self._heart = self._spawn(self._watch_engines())
@@ -103,7 +107,7 @@ class Controller:
     async def _end_earlier(self) -> None:
         """Let engines drop what an earlier controller had admitted: nobody can commit it any more."""
         for update_id in await self._roster.held():
-            if self._ledger.get(update_id) is None:
+            if self._ledger.get(update_id) is None and update_id != self._rejoin.name:
                 logger.warning("update %s was admitted by an earlier controller and ends", update_id)
                 await self._roster.abort(update_id)
 
@@ -112,6 +116,8 @@ class Controller:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             try:
                 await self._refresh()
+                if not self._admitting.locked():
+                    self._rejoin.look()
             except Exception:
                 logger.exception("heartbeat failed")
 
@@ -144,6 +150,7 @@ class Controller:
 
     async def _admit(self, request: UpdateRequest) -> Update:
         _check_versions(request)
+        await self._rejoin.give_way()
         await self._refresh()  # an engine that died a moment ago must not be counted on
         if why := self._asked.get(request.update_id):
             raise Aborted(f"aborted: {why}")
@@ -154,7 +161,9 @@ class Controller:
             incarnations, places = self._roster.members(update.engines)
             update.communicator = self._membership.communicator(request, incarnations, places)
             update.staged = self._settings.sync.stage != "none"
-            reports = await asyncio.gather(*(self._begin_engine(update, ordinal) for ordinal in update.engines), return_exceptions=True)
+            keep = update.engines[: self._settings.sync.retain_engines] if update.staged else ()
+            begun = [self._roster.begin(update, ordinal, hand_on=ordinal in keep) for ordinal in update.engines]
+            reports = await asyncio.gather(*begun, return_exceptions=True)
             refusals = [r for r in reports if isinstance(r, BaseException)]
             if refusals:
                 raise next((r for r in refusals if isinstance(r, Refused)), refusals[0])
@@ -172,24 +181,6 @@ class Controller:
         self._spawn(self._watch(update))
         self._show()
         return update
-
-    async def _begin_engine(self, update: Update, ordinal: int) -> None:
-        communicator = update.communicator
-        assert communicator is not None
-        sync = self._settings.sync
-        order = BeginOrder(
-            request=update.request,
-            communicator=communicator,
-            engine=ordinal,
-            rank_offset=communicator.members[str(ordinal)],
-            connect_seconds=sync.rendezvous_timeout_seconds,
-            interface=sync.interface,
-            stage=sync.stage,
-            retain=sync.rollback == "host",
-            base_version=update.base_version,
-            base_update=update.base_update,
-        )
-        await self._roster.begin(order)
 
     async def _watch(self, update: Update) -> None:
         """Poll the engines until all have staged the update, one failed, or the deadline passed."""
@@ -307,7 +298,17 @@ class Controller:
         if (busy := self._ledger.current) is not None:
             raise UpdateConflict(f"update {busy.request.update_id} is under way ({busy.state})", hint="Wait for it to end, or abort it")
         try:
+            await self._rejoin.give_way()
             await self._roster.rest(engines, level, timeout_seconds)
+        finally:
+            self._show()
+        return self._status()
+
+    @answers
+    async def scale(self, engines: int, drain: str, timeout_seconds: float) -> dict[str, Any]:
+        """Bring the fleet to so many engines (`Scaling.to`). `FleetStatus`."""
+        try:
+            await self._scaling.to(engines, drain, timeout_seconds)
         finally:
             self._show()
         return self._status()

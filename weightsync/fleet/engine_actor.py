@@ -6,9 +6,10 @@ committed version and update id. An update is told to it in short calls (`begin`
 version, resume. What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`).
-An actor that Ray restarted begins with pending weights, as at first.
+An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines
+that come later, itself among them, `handing` sends.
 
-Not covered: handing its weights to another engine.
+Not covered: which of its requests an update interrupted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 import uvicorn
@@ -32,8 +32,10 @@ from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refus
 from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
+from weightsync.fleet.handing import Handing
 from weightsync.fleet.ledger import LATE, other_base
 from weightsync.fleet.reports import failure, require_ranks
+from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import Salt
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
@@ -43,10 +45,9 @@ from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase,
 logger = logging.getLogger(__name__)
 
 _LINGER_SECONDS = 2.0
-T = TypeVar("T")
 
 
-class EngineActor:
+class EngineActor(Handing, Resting):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -77,6 +78,7 @@ class EngineActor:
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
         self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
+        self._told: dict[str, tuple[str, bool]] = {}  # of an update: that whose bytes it brings again, and whether to keep it
         self._sleeping, self._resting = Sleeping(), asyncio.Lock()
 
     @answers
@@ -88,7 +90,9 @@ class EngineActor:
         return self._describe()
 
     async def _start(self) -> None:
-        self._scratch = Scratch(ray.get_runtime_context().get_actor_id())
+        actor = ray.get_runtime_context().get_actor_id()
+        self._scratch = Scratch(actor)
+        self._open_shelf(actor)
         os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
         self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
@@ -174,6 +178,7 @@ class EngineActor:
             vllm_version=vllm_api.installed()[1],
             reason="" if self._state == EngineState.SERVING else self._reason,
             rewinds=self._rewinds,
+            retained=self._kept(),
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
@@ -181,60 +186,19 @@ class EngineActor:
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell every worker of an update; their reports, by rank."""
         self._require_idle()
-        if self._state == EngineState.ASLEEP:
-            raise Refused(f"engine {self._ordinal} is asleep and can't take an update", engine=self._ordinal, hint="Wake it first")
+        if self._state in (EngineState.ASLEEP, EngineState.LEAVING):
+            hint = "Wake it first" if self._state == EngineState.ASLEEP else "Sync again: it is being taken away"
+            raise Refused(f"engine {self._ordinal} is {self._state} and can't take an update", engine=self._ordinal, hint=hint)
         if order["base_update"] and (self._state, self._update_id) != (EngineState.SERVING, order["base_update"]):
             raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
-        return await self._workers_say("weightsync_begin", order)
+        self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"])}
+        return await self._workers_say("weightsync_begin", self._place(order))
 
     def _require_idle(self) -> None:
         if busy := [update_id for update_id, task in self._commits.items() if not task.done()]:
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-
-    @answers
-    async def sleep(self, level: int) -> dict[str, Any]:
-        """Give the GPU's memory back, by one of vLLM's levels; requests end. Asleep at that level already, nothing is done."""
-        async with self._resting:
-            if self._state == EngineState.ASLEEP and self._sleeping.level == level:
-                return self._describe()
-            self._require_idle()
-            if self._state == EngineState.ASLEEP:
-                raise Refused(
-                    f"engine {self._ordinal} is asleep at level {self._sleeping.level}", engine=self._ordinal, hint="Wake it first"
-                )
-            engine, before = self._live(), (self._state, self._reason)
-            self._state, self._reason = EngineState.ASLEEP, "asleep"
-            try:
-                await self._sleeping.prepare(engine, level)
-            except Exception:
-                self._state, self._reason = before
-                raise
-            if level > 1:
-                self._version = self._update_id = None
-            await self._rest(self._sleeping.fall(engine, level, before))
-            return self._describe()
-
-    @answers
-    async def wake(self) -> dict[str, Any]:
-        """Take the memory again. Behind level 1 it does what it did before; behind level 2 it has pending weights."""
-        async with self._resting:
-            if self._state == EngineState.ASLEEP or self._reason == "sleep_failed":
-                self._state, self._reason = await self._rest(self._sleeping.wake(self._live()))
-            return self._describe()
-
-    async def _rest(self, step: Coroutine[Any, Any, T]) -> T:
-        """A step into or out of a sleep, behind whose failure nobody knows what the engine holds."""
-        try:
-            return await step
-        except Exception as exc:
-            self._sleeping.failed()
-            self._state, self._reason, self._version = EngineState.QUARANTINED, "sleep_failed", None
-            if isinstance(exc, WeightSyncError):
-                exc.engine = self._ordinal
-                raise
-            raise EngineDied(f"{type(exc).__name__}: {exc}", engine=self._ordinal, hint="See the engine's log") from exc
 
     @answers
     async def poll(self) -> list[dict[str, Any]]:
@@ -273,6 +237,7 @@ class EngineActor:
         """Serve nothing until the next update: this one was applied, but the controller had given it up by then."""
         if self._update_id == update_id and self._state == EngineState.SERVING:
             self._state, self._reason, self._version = EngineState.QUARANTINED, LATE, None
+            self._clear_shelf()
             await self._end_requests()
 
     async def _end_requests(self) -> None:
@@ -321,7 +286,10 @@ class EngineActor:
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
-        self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, update_id
+        restores, keeps = self._told.get(update_id, ("", False))
+        self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, restores or update_id
+        if not restores and not keeps:  # another engine keeps this one, and nobody needs the one before
+            self._clear_shelf()
         seconds, checks, ranks = transaction.seconds, transaction.checks, transaction.ranks
         return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks, ranks=ranks)
 
@@ -393,6 +361,7 @@ class EngineActor:
             await asyncio.to_thread(self._engine.shutdown)
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.close)
+        await asyncio.to_thread(self._clear_shelf)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -96,6 +96,11 @@ class Gate:
             await _refuse_now(self._refusal() or "it went out of service", send)
         # An answer that has begun and does not go on: the connection breaks off, which its reader can tell from an end.
 
+    @property
+    def inside(self) -> int:
+        """Requests that have passed and whose answers are not out."""
+        return len(self._inside)
+
     def end_soon(self) -> None:
         """Out of service: end what has passed and has not been answered when vLLM's own answers are out."""
         if self._ending is not None:

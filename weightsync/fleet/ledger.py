@@ -43,8 +43,6 @@ _NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
     UpdateState.ABORTED: frozenset(),
 }
 _WHOLE = "Send a complete update, without a scope"
-
-
 #: Reason of an engine that serves nothing since its commit was answered too late.
 LATE = "late_commit"
 
@@ -117,11 +115,15 @@ class Ledger:
         self._committed_update: str | None = None  # that brought it
         self.rewinds = 0  # how often the fleet has gone back
         self._incomplete = False  # the committed version has not reached `require` engines
+        self.joining: set[int] = set()  # were added, and have not served what is committed yet
+        self.leaving: set[int] = set()  # are about to go
+        self._rejoined: dict[int, str] = {}  # engines, and the update that another one handed on to them
         self._updates: OrderedDict[str, Update] = OrderedDict()
 
     @property
     def require(self) -> int:
-        return len(self.engines) if self._require is None else min(self._require, len(self.engines))
+        members = len(self.engines.keys() - self.joining - self.leaving)
+        return members if self._require is None else min(self._require, members)
 
     @property
     def current(self) -> Update | None:
@@ -132,7 +134,7 @@ class Ledger:
     @property
     def ready(self) -> int:
         """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
-        return sum(self._holds(e) for e in self.engines.values())
+        return sum(self._holds(e) for e in self.engines.values() if e.engine not in self.leaving)
 
     def _holds(self, engine: EngineStatus) -> bool:
         """Whether an engine serves what the update brought that the committed version is of."""
@@ -150,6 +152,12 @@ class Ledger:
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
             self.rewinds, self.committed_version, self._committed_update = status.rewinds, status.version, status.update_id
+        # Before the first version an engine is there when it has started.
+        if self._holds(status) or (self.committed_version is None and status.workers):
+            self.joining.discard(status.engine)
+        kept = status.retained
+        if kept is not None and self.committed_version is None:  # all that held it may have been restarted, with the controller
+            self.rewinds, self.committed_version, self._committed_update = kept.rewinds, kept.version, kept.update_id
 
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
@@ -161,6 +169,7 @@ class Ledger:
         if update is None or not update.state.final or status.state != EngineState.SERVING:
             return False
         told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
+        told = told or self._rejoined.get(status.engine) == status.update_id
         return not told and status.update_id != self._committed_update
 
     def lose(self, engine: int, reason: str) -> None:
@@ -168,8 +177,39 @@ class Ledger:
         unseen = EngineStatus(engine, EngineState.DEAD, None, None, url="", model="", workers=0, vllm_version="")
         self.engines[engine] = replace(self.engines.get(engine, unseen), state=EngineState.DEAD, reason=reason)
 
+    def lacking(self) -> dict[int, str]:
+        """Engines that could hold what the fleet has committed and do not, and the update that brought it to those that do.
+
+        None while the committed version has not reached enough engines: its trainer was told that it failed.
+        """
+        if self._incomplete or self._committed_update is None:
+            return {}
+        states = EngineState.PENDING, EngineState.QUARANTINED, EngineState.SERVING
+        there = [e for e in self.engines.values() if e.workers and e.state in states and e.engine not in self.leaving]
+        return {e.engine: self._committed_update for e in there if not self._holds(e)}
+
+    def giver(self) -> int | None:
+        """An engine that keeps what the fleet has committed; one that serves it rather than one that has yet to."""
+        there = [e for e in self.engines.values() if e.state != EngineState.DEAD and e.retained is not None]
+        keepers = [e for e in there if e.retained is not None and e.retained.update_id == self._committed_update]
+        return min(keepers, key=lambda e: (e.state != EngineState.SERVING, e.engine)).engine if keepers else None
+
+    def rejoined(self, verdict: EngineVerdict, update_id: str, rewinds: int) -> None:
+        """Enter how an engine came out of an update that another one had handed on to it."""
+        if verdict.committed:
+            self._rejoined[verdict.engine] = update_id
+        self._enter(verdict, update_id, rewinds)
+
+    def join(self, engine: int) -> None:
+        """An engine is added; no update waits for it before it serves what the others do."""
+        self.joining.add(engine)
+        self.engines[engine] = EngineStatus(engine, EngineState.PENDING, None, None, "", "", 0, "", reason="starting")
+
     def forget(self, engine: int) -> None:
+        """An engine is gone for good."""
         self.engines.pop(engine, None)
+        self.joining.discard(engine)
+        self.leaving.discard(engine)
 
     def get(self, update_id: str) -> Update | None:
         return self._updates.get(update_id)
@@ -239,7 +279,7 @@ class Ledger:
         # An engine without workers is on its way up, and not there yet.
         gone = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
         asleep = [e for e in self.engines.values() if e.state == EngineState.ASLEEP and e not in gone]
-        able = tuple(sorted(set(self.engines) - {e.engine for e in (*gone, *asleep)}))
+        able = tuple(sorted(set(self.engines) - self.leaving - {e.engine for e in (*gone, *asleep)}))
         # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
         free = tuple(ordinal for ordinal in able if self.engines[ordinal].state != EngineState.UPDATING)
         if len(free) >= max(self.require, 1):
@@ -309,21 +349,24 @@ class Ledger:
             self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
             self._committed_update = update.request.update_id
         for verdict in verdicts:
-            before = self.engines.get(verdict.engine)
-            if before is not None:
-                self.engines[verdict.engine] = replace(
-                    before,
-                    state=verdict.state,
-                    version=verdict.version,
-                    rewinds=update.rewinds if verdict.committed else before.rewinds,
-                    update_id=update.request.update_id if verdict.committed else before.update_id,
-                    reason=str((verdict.error or {}).get("code", "")),
-                )
+            self._enter(verdict, update.request.update_id, update.rewinds)
         update.move(UpdateState.COMMITTED if enough else UpdateState.ABORTED)
         update.ended = now
         update.forget_manifest()
         self._trim()
         return enough
+
+    def _enter(self, verdict: EngineVerdict, update_id: str, rewinds: int) -> None:
+        before = self.engines.get(verdict.engine)
+        if before is not None:
+            self.engines[verdict.engine] = replace(
+                before,
+                state=verdict.state,
+                version=verdict.version,
+                rewinds=rewinds if verdict.committed else before.rewinds,
+                update_id=update_id if verdict.committed else before.update_id,
+                reason=str((verdict.error or {}).get("code", "")),
+            )
 
     def _trim(self) -> None:
         while len(self._updates) > self._history:

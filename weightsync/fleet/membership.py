@@ -33,6 +33,17 @@ class Membership:
         """The next update meets anew: peers may stand anywhere in the stream."""
         self._members = None
 
+    def apart(self, request: UpdateRequest, workers: Mapping[int, int]) -> CommunicatorInfo:
+        """A communicator for one update whose sender is an engine; by ranks alone. Its members leave the trainer's: that is made anew.
+
+        Args:
+            workers: of each engine that receives.
+        """
+        self.renew()
+        self._generation += 1
+        first, world = rendezvous.ranks(workers, {})
+        return self._info(request, first, world, {})
+
     def communicator(
         self, request: UpdateRequest, incarnations: Mapping[int, str], places: Mapping[int, Sequence[Place | None]]
     ) -> CommunicatorInfo:
@@ -50,6 +61,9 @@ class Membership:
         if members != self._members:
             self._generation, self._members = self._generation + 1, members
         first, world = rendezvous.ranks({ordinal: len(those) for ordinal, those in places.items()}, local)
+        return self._info(request, first, world, local)
+
+    def _info(self, request: UpdateRequest, first: Mapping[int, int], world: int, local: Mapping[int, tuple[int, ...]]) -> CommunicatorInfo:
         return CommunicatorInfo(
             host=self._sync.store_host,
             port=self.port,

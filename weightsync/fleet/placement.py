@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def engine_options(settings: Settings, ordinal: int) -> dict[str, Any]:
     """Ray's options for one engine actor."""
     engine = settings.engine
-    on_cpu = vllm_api.device_of(engine) == "cpu"
+    on_cpu, shared = vllm_api.device_of(engine) == "cpu", bool(settings.ray.address)
     environment = {**vllm_api.ENVIRONMENT, **network.LOOKUPS}
     if on_cpu:
         environment |= vllm_api.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(engine.cpus / engine.workers)))}
@@ -31,7 +31,7 @@ def engine_options(settings: Settings, ordinal: int) -> dict[str, Any]:
         "name": f"engine-{ordinal}",
         "namespace": settings.namespace,
         "lifetime": "detached",
-        "num_cpus": engine.cpus,
+        "num_cpus": engine.cpus if shared else 0,  # a cluster of our own runs nothing else, and may be scaled
         "num_gpus": 0 if on_cpu else (engine.workers if engine.gpus is None else engine.gpus),
         "max_restarts": -1,
         "max_task_retries": 0,

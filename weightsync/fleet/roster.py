@@ -24,7 +24,17 @@ from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refus
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.reports import failure, telling
-from weightsync.protocol import BeginOrder, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
+from weightsync.protocol import (
+    BeginOrder,
+    CommunicatorInfo,
+    EngineStatus,
+    EngineVerdict,
+    Phase,
+    Place,
+    UpdateRequest,
+    UpdateState,
+    WorkerReport,
+)
 
 _TIMEOUT_SECONDS = 10.0
 #: How often and how long engines are asked again which of them refused or died, when a broadcast broke.
@@ -36,16 +46,38 @@ class Roster:
 
     Args:
         namespace: Ray's namespace of the fleet.
-        count: engines 0 to `count - 1`.
+        count: how many engines it starts with, from 0.
         ledger: takes in what they say.
         sync: deadlines.
+
+    Attributes:
+        ordinals: of its engines.
     """
 
     def __init__(self, namespace: str, count: int, ledger: Ledger, sync: SyncSettings) -> None:
-        self._namespace, self._count, self._ledger, self._sync = namespace, count, ledger, sync
+        self._namespace, self.ordinals, self._ledger, self._sync = namespace, set(range(count)), ledger, sync
         self._handles: dict[int, Any] = {}
         self._incarnations: dict[int, str] = {}
         self._places: dict[int, tuple[Place | None, ...]] = {}
+        self._starting: dict[int, asyncio.Task[None]] = {}  # engines that were added, and the question to each
+
+    async def discover(self) -> None:
+        """Take the engines that there are for the fleet's: it may have been scaled before this controller was made."""
+        named = asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        with contextlib.suppress(TimeoutError):
+            names = [entry["name"] for entry in await asyncio.wait_for(named, _TIMEOUT_SECONDS) if entry["namespace"] == self._namespace]
+            if found := {int(name.removeprefix("engine-")) for name in names if name.startswith("engine-")}:
+                self.ordinals = found
+
+    def add(self, ordinal: int, handle: Any) -> None:
+        """An engine comes."""
+        self.ordinals.add(ordinal)
+        self._handles[ordinal] = handle
+
+    def remove(self, ordinal: int) -> Any:
+        """An engine goes; its actor, as far as it is known."""
+        self.ordinals.discard(ordinal)
+        return self._handles.pop(ordinal, None)
 
     def _handle(self, ordinal: int) -> Any:
         """The actor's handle.
@@ -64,7 +96,11 @@ class Roster:
 
     async def refresh(self) -> None:
         """Ask every engine what it is; none can hold up another."""
-        await asyncio.gather(*(self._ask(ordinal) for ordinal in range(self._count)))
+        starting = {o for o in self._ledger.joining if not self._ledger.engines[o].workers} & self.ordinals
+        for ordinal in starting:  # nobody waits for an answer of an actor that a cluster may have no place for yet
+            if (asked := self._starting.get(ordinal)) is None or asked.done():
+                self._starting[ordinal] = asyncio.create_task(self._ask(ordinal))
+        await asyncio.gather(*(self._ask(ordinal) for ordinal in self.ordinals - starting))
 
     async def _ask(self, ordinal: int) -> None:
         try:
@@ -73,14 +109,16 @@ class Roster:
                 self._handles[ordinal] = await asyncio.wait_for(found, _TIMEOUT_SECONDS)
             answer = await call(self._handles[ordinal].describe, timeout_seconds=_TIMEOUT_SECONDS, engine=ordinal)
         except ValueError:  # no actor of that name
-            self._ledger.lose(ordinal, "gone")
+            self._lose(ordinal, "gone")
         except TimeoutError:  # Ray's own directory does not answer
-            self._ledger.lose(ordinal, DeadlineExceeded.code)
+            self._lose(ordinal, DeadlineExceeded.code)
         except WeightSyncError as exc:
             if isinstance(exc, EngineDied):
                 self._handles.pop(ordinal, None)  # a recreated actor has a new handle
-            self._ledger.lose(ordinal, exc.code)
+            self._lose(ordinal, exc.code)
         else:
+            if ordinal not in self.ordinals:  # it was taken away meanwhile
+                return
             self._incarnations[ordinal] = answer["incarnation"]
             self._places[ordinal] = tuple(decode(Place, place) if place else None for place in answer["places"])
             current = self._ledger.current
@@ -90,6 +128,10 @@ class Roster:
                 self._ledger.see(status)
                 if self._ledger.came_late(status):
                     await self._retire(status)
+
+    def _lose(self, ordinal: int, reason: str) -> None:
+        if ordinal in self.ordinals:
+            self._ledger.lose(ordinal, reason)
 
     async def _retire(self, status: EngineStatus) -> None:
         """Have an engine serve nothing until the next update; asked again with its next heartbeat if it does not answer."""
@@ -104,8 +146,8 @@ class Roster:
             Refused: there is no engine of such an ordinal.
             WeightSyncError: the first engine's that failed, when all have answered.
         """
-        if unknown := sorted(set(engines) - set(range(self._count))):
-            raise Refused(f"no engine {unknown[0]}: the fleet has {self._count}, from 0")
+        if unknown := sorted(set(engines) - self.ordinals):
+            raise Refused(f"no engine {unknown[0]}: the fleet has {len(self.ordinals)}: {', '.join(map(str, sorted(self.ordinals)))}")
 
         async def one(ordinal: int) -> None:
             handle = self._handle(ordinal)
@@ -116,20 +158,69 @@ class Roster:
             if self._ledger.came_late(status):
                 await self._retire(status)
 
-        chosen = dict.fromkeys(engines or range(self._count))
+        chosen = dict.fromkeys(engines or sorted(self.ordinals))
         for failed in await asyncio.gather(*map(one, chosen), return_exceptions=True):
             if failed is not None:
                 raise failed
 
     # --- one update ----------------------------------------------------------------------------
 
-    async def begin(self, order: BeginOrder) -> None:
+    async def begin(self, update: Update, ordinal: int, *, hand_on: bool = False, restores: str = "") -> None:
         """Tell every worker of an engine of an update.
+
+        Args:
+            hand_on, restores: see `BeginOrder`.
 
         Raises:
             WeightSyncError: a worker refuses, no worker knows a name, or the engine does not answer.
         """
-        await self._reports(order.engine, self._handle(order.engine).begin, encode(order))
+        communicator, sync = update.communicator, self._sync
+        assert communicator is not None
+        order = BeginOrder(
+            request=update.request,
+            communicator=communicator,
+            engine=ordinal,
+            rank_offset=communicator.members[str(ordinal)],
+            connect_seconds=sync.rendezvous_timeout_seconds,
+            interface=sync.interface,
+            stage=sync.stage,
+            retain=sync.rollback == "host",
+            hand_on=hand_on,
+            restores=restores,
+            rewinds=update.rewinds,
+            base_version=update.base_version,
+            base_update=update.base_update,
+        )
+        await self._reports(ordinal, self._handle(ordinal).begin, encode(order))
+
+    # --- an engine that hands on what it keeps ---------------------------------------------------
+
+    async def offer(self, giver: int, update_id: str, name: str, seconds: float) -> UpdateRequest:
+        """What an engine keeps of an update, as the request of another one of this name.
+
+        Raises:
+            WeightSyncError: it keeps another one, or does not answer.
+        """
+        wait = self._sync.control_timeout_seconds
+        answer = await call(self._handle(giver).offer, update_id, name, seconds, timeout_seconds=wait, engine=giver)
+        return await asyncio.to_thread(decode, UpdateRequest, answer)
+
+    async def hand_on(self, giver: int, name: str, communicator: CommunicatorInfo, seconds: float) -> None:
+        """Have it send; returns when it has sent all.
+
+        Raises:
+            WeightSyncError: see `Handing.hand_on`.
+        """
+        wait = seconds + self._sync.control_timeout_seconds
+        await call(self._handle(giver).hand_on, name, encode(communicator), seconds, timeout_seconds=wait, engine=giver)
+
+    async def call_off(self, giver: int, name: str) -> None:
+        """Have it leave the workers of an update that has ended; tried once, since it has deadlines of its own."""
+        with contextlib.suppress(WeightSyncError):
+            wait = self._sync.control_timeout_seconds
+            await call(self._handle(giver).call_off, name, timeout_seconds=wait, engine=giver)
+
+    # --- the rest of one update ------------------------------------------------------------------
 
     async def late(self, update: Update, until: float) -> list[str]:
         """Engines that can't apply the update yet, in words; none when all can.

@@ -12,6 +12,7 @@ killed and never started again: its folder stays.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -80,6 +81,21 @@ class Scratch:
                 if _SEGMENT.fullmatch(path.name) and path.stat().st_ino in inodes:
                     found.add(path.name)
         return found
+
+
+def shelf_prefix(home: Path) -> str:
+    """What the names of the folders begin with in which one fleet's engines keep updates (`handing`), on every machine.
+
+    Args:
+        home: `Settings.home`.
+    """
+    return f"weightsync-{os.getuid()}-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:10]}-"
+
+
+def clear_shelves(memory: Path, home: Path) -> None:
+    """Let go of what engines of a fleet kept on this machine, when none of them lives any more."""
+    for folder in memory.glob(f"{shelf_prefix(home)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _inodes(pid: int) -> set[int]:

@@ -31,6 +31,7 @@ def small_pages(tensor: torch.Tensor) -> torch.Tensor:
 def let_go(tensor: torch.Tensor) -> torch.Tensor:
     """Give the whole pages of a CPU tensor back to the system; what is read there afterwards is zeros. A wish, too."""
     _advise(tensor, mmap.MADV_DONTNEED)
+    _advise(tensor, mmap.MADV_REMOVE)  # a file's in shared memory; other memory has nothing to remove
     return tensor
 
 

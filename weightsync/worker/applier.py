@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerRe
 from weightsync.storage.adopt import Adoption
 from weightsync.transport import digest
 from weightsync.transport.local import place_of
+from weightsync.transport.retained import folder_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
 from weightsync.worker.following import Following
 from weightsync.worker.held import Held
@@ -142,7 +144,7 @@ class Applier(Following):
             # What no controller speaks of any more went with an earlier one; its staging would stand in the way.
             if self._state != "verified":
                 self.abort(current.order.request.update_id)
-            elif self._held.counts != current.order.request.update_id:
+            elif self._held.counts != current.order.brings:
                 self._held.kept = None  # whether the engine holds that one or this one nobody has said
             current.discard()
         self._sleep.require_awake()
@@ -159,7 +161,10 @@ class Applier(Following):
                 names=list(heads),
             )
         connect, landing = self._joining.begin(order), joining.landing(order, self.device)
-        unused = self._unused(found, order.request.manifest.tensors)
+        self._held.stop()
+        if (folder := folder_of(order, self.rank)) is not None:
+            folder.tidy()
+        unused = frozenset[int]() if folder else self._unused(found, order.request.manifest.tensors)
         receiver = Receiver(order, self.rank, self.device, landing, connect, found.loaded_as(), unused)
         self._map, self._heads, self._receiver = found, heads, receiver
         self._back = None
@@ -248,16 +253,18 @@ class Applier(Following):
         proved = "verified" if self._back is None else "rolled_back"
         self._state, self._wrote = ("failed", True) if self._error else (proved, False)
         if not self._error:
-            self._held.proved = update_id if self._back is None else self._held.counts
+            self._held.proved = receiver.order.brings if self._back is None else self._held.counts
             self._sleep.forget()
         return self.report()
 
     def keep(self, update_id: str) -> WorkerReport:
         """The engine says that a verified update counts: its bytes are kept to come back to, or let go of."""
         receiver = self._expect(update_id, "verified")
-        if self._held.counts != update_id:
-            incoming = self._incoming(receiver) if receiver.order.retain else None
-            self._held.settle(update_id, incoming if isinstance(incoming, Staged) else None)
+        order = receiver.order
+        if receiver.into is not None:
+            incoming = self._incoming(receiver) if order.retain or folder_of(order, self.rank) else None
+            kept = replace(incoming, digests=dict(receiver.digests)) if isinstance(incoming, Staged) else None
+            self._held.settle(order, self.rank, kept)
             receiver.discard()
         return self.report()
 
@@ -303,6 +310,8 @@ class Applier(Following):
                 self._joining.end(receiver.order)
             if not receiver.draining:
                 receiver.discard()
+                if self._state != "verified" and (folder := folder_of(receiver.order, self.rank)):
+                    folder.tidy()
             if not receiver.draining and self._state != "verified":  # the stream may stand in the middle of an update: meet anew
                 self._joining.leave()
         return self.report()

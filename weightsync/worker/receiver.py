@@ -25,7 +25,7 @@ import torch
 
 from weightsync.errors import BadValues, DigestMismatch, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, Phase
-from weightsync.transport import digest, finite
+from weightsync.transport import digest, finite, retained
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
 from weightsync.transport.fanout import Channel
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
@@ -134,6 +134,10 @@ class Receiver:
         began = time.monotonic()
         into = self.into
         try:
+            # A partial update is taken over into what is kept, when it counts.
+            folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
+            if folder is not None and isinstance(into, staging.Whole) and into.device.type == "cpu":
+                into.move(*folder.memory(self.order.request.update_id, self.plan.stream_bytes))
             communicator = self._connect()
             self.seconds["connect"] = time.monotonic() - began
             into = self.into

@@ -14,14 +14,15 @@ part lies whole in each; and on a GPU the whole stream does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
 
 from weightsync.errors import MemoryRefused, WeightSyncError
 from weightsync.protocol import Manifest
+from weightsync.transport.digest import Digest
 from weightsync.transport.memory import huge_pages, let_go, small_pages
 from weightsync.transport.packing import Bucket, BucketPlan, Piece
 from weightsync.worker.loadmap import LoadMap
@@ -43,6 +44,8 @@ class Staged:
         load_map: where its tensors go.
         skipped: the engine's names that the loader is not given (output heads that are the embedding).
         unused: indices of tensors that are not kept, as no loader of this worker touches them.
+        digests: of the tensors by their index, where the update is kept; those that the trainer sent.
+        file: name of the file that `data` is, where it is one (`retained`).
     """
 
     manifest: Manifest
@@ -51,6 +54,8 @@ class Staged:
     load_map: LoadMap
     skipped: Collection[str]
     unused: Collection[int] = frozenset()
+    digests: dict[int, Digest] = field(default_factory=dict)
+    file: str = ""
 
     def tensor(self, index: int) -> torch.Tensor:
         """The tensor at this index of the manifest; a view."""
@@ -64,18 +69,23 @@ class Staged:
                 yield name, self.tensor(index)
             taken.append(spec.name)
 
-    def on_host(self) -> Staged:
-        """The same in host memory; itself if it is there already."""
+    def on_host(self, memory: torch.Tensor | None = None, file: str = "", stopped: Callable[[], bool] = lambda: False) -> Staged:
+        """The same in host memory; itself if it is there already.
+
+        Args:
+            memory, file: where to, for what is to be `retained`.
+            stopped: asked between tensors; then the rest is not copied.
+        """
         if self.data.device.type == "cpu":
             return self
-        data = torch.empty(self.data.numel(), dtype=torch.uint8)
+        data = torch.empty(self.data.numel(), dtype=torch.uint8) if memory is None else memory
         if self.unused:
             small_pages(data)
         for index, spec in enumerate(self.manifest.tensors):
-            if index not in self.unused:
+            if index not in self.unused and not stopped():
                 run = slice(self.offsets[index], self.offsets[index] + spec.nbytes)
                 data[run].copy_(self.data[run])
-        return replace(self, data=data)
+        return replace(self, data=data, file=file)
 
 
 class Whole:
@@ -89,10 +99,16 @@ class Whole:
 
     def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor, unused: Collection[int] = ()) -> None:
         self._manifest, self._offsets, self.data, self._unused = manifest, plan.offsets, data, frozenset(unused)
+        self._file = ""
 
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    def move(self, memory: torch.Tensor | None, file: str) -> None:
+        """Before the first byte: have it come to lie in a file (`retained.Folder.memory`), where there is room for that."""
+        if memory is not None:
+            self.data, self._file = memory, file
 
     def window(self, bucket: Bucket) -> torch.Tensor:
         """Where a bucket lands, shape [its bytes], uint8."""
@@ -127,7 +143,7 @@ class Whole:
 
     def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
         """All that has arrived, with where it goes."""
-        return Staged(self._manifest, self._offsets, self.data, load_map, frozenset(skipped), self._unused)
+        return Staged(self._manifest, self._offsets, self.data, load_map, frozenset(skipped), self._unused, file=self._file)
 
 
 def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], index: int) -> torch.Tensor:
