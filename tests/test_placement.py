@@ -1,6 +1,6 @@
-"""Which engines fit on which nodes.
+"""Which engines fit on which nodes, where the controller goes, and what address is told.
 
-Not covered: what Ray does with them.
+Not covered: what Ray does with them (`test_two_hosts.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from weightsync.config import EngineSettings
 from weightsync.errors import ConfigError
-from weightsync.fleet.placement import require_gpus
+from weightsync.fleet.placement import own_address, pinned_to, require_gpus
 
 
 def nodes(*gpus: int) -> list[dict[str, Any]]:
@@ -46,3 +46,29 @@ def test_a_cluster_that_may_grow_is_waited_for(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         require_gpus(settings(2), 8, nodes(8), may_grow=True)
     assert "want at most 1" in caplog.text
+
+
+def at(*addresses: str, gone: str = "") -> list[dict[str, Any]]:
+    return [{"Alive": address != gone, "NodeManagerAddress": address} for address in addresses]
+
+
+@pytest.mark.parametrize(
+    ("store_host", "there", "node"),
+    [
+        ("10.0.0.2", at("10.0.0.1", "10.0.0.2", "10.0.0.3"), "10.0.0.2"),
+        ("127.0.0.1", at("10.0.0.1", "10.0.0.2"), "10.0.0.1"),  # reached on the machine of `serve` alone
+        ("localhost", at("127.0.0.1"), "127.0.0.1"),
+        ("192.168.7.7", at("10.0.0.1", "10.0.0.2"), "10.0.0.1"),  # a second network of that machine
+        ("10.0.0.2", at("10.0.0.1", "10.0.0.2", gone="10.0.0.2"), "10.0.0.1"),
+    ],
+)
+def test_the_controller_goes_where_its_stores_address_is(store_host: str, there: list[dict[str, Any]], node: str) -> None:
+    """It reserves nothing: Ray put it on another node, where it could not open the store."""
+    assert pinned_to(store_host, there, own="10.0.0.1" if len(there) > 1 else "127.0.0.1") == {f"node:{node}": 0.001}
+
+
+def test_an_address_to_listen_on_is_not_told_as_one_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.5")
+    assert [own_address(host) for host in ("0.0.0.0", "::", "127.0.0.1", "10.0.0.7")] == ["10.0.0.5", "10.0.0.5", "127.0.0.1", "10.0.0.7"]

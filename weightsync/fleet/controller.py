@@ -35,6 +35,7 @@ from weightsync.errors import (
     UpdateFailed,
     WeightSyncError,
 )
+from weightsync.fleet import placement
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
@@ -366,6 +367,7 @@ def create(settings: config.Settings) -> Any:
         "namespace": settings.namespace,
         "lifetime": "detached",
         "num_cpus": 0,
+        "resources": placement.pinned_to(settings.sync.store_host, ray.nodes(), ray.util.get_node_ip_address()),
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 256,

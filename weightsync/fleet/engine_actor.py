@@ -29,7 +29,7 @@ import uvicorn
 from weightsync import config
 from weightsync.codec import decode, encode
 from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError
-from weightsync.fleet import vllm_api
+from weightsync.fleet import placement, vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.ledger import LATE, other_base
@@ -39,6 +39,7 @@ from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
+from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +111,9 @@ class EngineActor:
         application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        if host in ("0.0.0.0", "::"):  # an address to listen on, not one to call
-            host = ray.util.get_node_ip_address()
         await asyncio.to_thread(self._scratch.note)  # what all of vLLM's parts have made by now
         self._places = [encode(report.place) if report.place else None for report in sorted(reports, key=lambda report: report.rank)]
-        self._url, self._reason = f"http://{host}:{port}", "pending_weights"
+        self._url, self._reason = f"http://{network.shown(placement.own_address(host), port)}", "pending_weights"
 
     def _token(self) -> str:
         token = self._settings.api.token
