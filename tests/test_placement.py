@@ -6,13 +6,16 @@ Not covered: what Ray does with them (`test_two_hosts.py`).
 from __future__ import annotations
 
 import logging
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from weightsync import config
 from weightsync.config import EngineSettings
 from weightsync.errors import ConfigError
-from weightsync.fleet.placement import own_address, pinned_to, require_gpus
+from weightsync.fleet.placement import beyond_reach, listen, own_address, pinned_to, require_gpus
 
 
 def nodes(*gpus: int) -> list[dict[str, Any]]:
@@ -72,3 +75,26 @@ def test_an_address_to_listen_on_is_not_told_as_one_to_call(monkeypatch: pytest.
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.5")
     assert [own_address(host) for host in ("0.0.0.0", "::", "127.0.0.1", "10.0.0.7")] == ["10.0.0.5", "10.0.0.5", "127.0.0.1", "10.0.0.7"]
+
+
+def test_loopback_addresses_are_pointed_out_where_engines_may_be_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    usual = config.load({"engine.model": tmp_path})
+    said = beyond_reach(usual, at("10.0.0.1", "10.0.0.2"))
+    assert [text.partition(",")[0] for text in said] == ["api.host is 127.0.0.1", "sync.store_host is 127.0.0.1"]
+    assert beyond_reach(usual, at("10.0.0.1", "10.0.0.2", gone="10.0.0.2")) == []
+    right = config.load({"engine.model": tmp_path, "api.host": "0.0.0.0", "sync.store_host": "10.0.0.1"})
+    assert beyond_reach(right, at("10.0.0.1", "10.0.0.2")) == []
+
+
+def test_an_engine_says_which_setting_keeps_it_from_listening_on_its_node(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    elsewhere = config.load({"engine.model": tmp_path, "api.host": "192.0.2.1"})
+    with pytest.raises(ConfigError, match=r"api\.host: got '192\.0\.2\.1', want 0\.0\.0\.0, or .*; here are .*lo \(127\.0\.0\.1"):
+        listen(elsewhere, 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"engine\.port_base: got {port - 3}, want one of which port {port} is free"):
+            listen(config.load({"engine.model": tmp_path, "engine.port_base": port - 3}), 3)
+    with listen(config.load({"engine.model": tmp_path}), 3) as free:
+        assert free.getsockname()[1] > 0

@@ -139,6 +139,8 @@ class Cluster:
 
         gpus = placement.engine_options(self.settings, 0)["num_gpus"]
         placement.require_gpus(self.settings.engine, gpus, ray.nodes(), may_grow=bool(self.settings.ray.address))
+        for complaint in placement.beyond_reach(self.settings, ray.nodes()):
+            logger.warning(complaint)
         timeout = self.settings.engine.start_timeout_seconds
         for ordinal in range(self.settings.engine.count):
             try:

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -106,7 +105,7 @@ class EngineActor:
         application = await self._engine.application()
         inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
         self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
-        sock = socket.create_server((self._settings.api.host, self._port()))
+        sock = placement.listen(self._settings, self._ordinal)
         self._server = uvicorn.Server(uvicorn.Config(self._gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
@@ -120,10 +119,6 @@ class EngineActor:
         if token is None:
             raise InternalError("the engine was started without a token")
         return token.get_secret_value()
-
-    def _port(self) -> int:
-        base = self._settings.engine.port_base
-        return base + self._ordinal if base else 0
 
     def _refusal(self) -> str | None:
         if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:

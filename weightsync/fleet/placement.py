@@ -9,7 +9,9 @@ Not covered: GPUs that other programs hold, and nodes that a cluster may still g
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +67,37 @@ def pinned_to(store_host: str, nodes: Sequence[Mapping[str, Any]], own: str) -> 
     wanted = network.addresses_of(store_host)
     there = [str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     return {f"node:{next((address for address in there if address in wanted), own)}": 0.001}
+
+
+def beyond_reach(settings: Settings, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is set to this machine's own loopback, where engines may be on others; in words."""
+    there = sum(bool(node["Alive"]) for node in nodes)
+    said = {
+        "api.host": (settings.api.host, "engines elsewhere are told under an address that leads nowhere: set 0.0.0.0"),
+        "sync.store_host": (settings.sync.store_host, "engines elsewhere can't meet a trainer there: set the address of a node"),
+    }
+    return [
+        f"{key} is {host}, and the cluster has {there} nodes: {what}"
+        for key, (host, what) in said.items()
+        if there > 1 and network.is_loopback(host)
+    ]
+
+
+def listen(settings: Settings, ordinal: int) -> socket.socket:
+    """Where an engine's application listens on its node.
+
+    Raises:
+        ConfigError: this node has no such address, or the port is taken.
+    """
+    host, base = settings.api.host, settings.engine.port_base
+    port = base + ordinal if base else 0
+    try:
+        return socket.create_server((host, port))
+    except OSError as exc:
+        want = "0.0.0.0, or an address that every node with an engine has"
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(f"engine.port_base: got {base}, want one of which port {port} is free ({exc.strerror})") from None
+        raise ConfigError(f"api.host: got {host!r}, want {want} ({exc.strerror}); {network.seen()}") from None
 
 
 def own_address(host: str) -> str:
