@@ -28,7 +28,7 @@ class Roster:
         self.rested: list[tuple[list[int], int]] = []
         self.place: Place | None = None  # of every worker
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, waited_for: bool = False) -> None:
         for ordinal in range(2):
             self._ledger.see(engine(ordinal))
 
@@ -151,7 +151,7 @@ def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:
         asked = begin("u2", 6) | {"scope": ["w"], "base_version": None}
         assert (await controller.begin(asked))["error"]["code"] == "base_refused"
 
-        async def refresh() -> None:
+        async def refresh(*, waited_for: bool = False) -> None:
             for ordinal in range(2):
                 controller._ledger.see(replace(engine(ordinal, 5), update_id="u1"))
 

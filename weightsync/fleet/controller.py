@@ -89,12 +89,12 @@ class Controller:
 
     # --- engines -------------------------------------------------------------------------------
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, *, waited_for: bool = False) -> None:
         if self._store is None:  # not when it is constructed: what an actor's constructor raises is lost on the way to `serve`
             sync = self._settings.sync
             self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds, sync.store_port)
             self._membership.port = self._store.port
-        await self._roster.refresh()
+        await self._roster.refresh(waited_for=waited_for)
         if self._heart is None:  # also in a controller that Ray restarted, which nobody calls `start` on
             self._heart = self._spawn(self._watch_engines())
             self._spawn(self._end_earlier())
@@ -141,7 +141,7 @@ class Controller:
 
     async def _admit(self, request: UpdateRequest) -> Update:
         _check_versions(request)
-        await self._refresh()  # an engine that died a moment ago must not be counted on
+        await self._refresh(waited_for=True)  # an engine that died a moment ago must not be counted on
         began = time.monotonic()
         update = self._ledger.admit(request, time.time())
         self._staged[request.update_id] = asyncio.Event()
