@@ -158,7 +158,8 @@ class Cluster:
             await asyncio.gather(*starts)
             await call(self._controller.start, timeout_seconds=timeout)
         except WeightSyncError as exc:
-            exc.hint = exc.hint or f"See the logs in {self._temp}/session_latest/logs"
+            where = "of Ray on the engine's node" if self.settings.ray.address else f"in {self._temp}/session_latest/logs"
+            exc.hint = exc.hint or f"See the logs {where}"
             raise
 
     async def ask(self, method: str, *args: Any, timeout_seconds: float) -> Any:
