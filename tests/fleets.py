@@ -43,13 +43,22 @@ class Fleet:
         engines: how many.
         flags: further flags of `serve`.
         env: variables over this process's own.
+        prefix: what the command line begins with (`hosts.Network.on`).
     """
 
-    def __init__(self, model: Path, home: Path, engines: int = 1, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        home: Path,
+        engines: int = 1,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.home, self.log = home, home / "serve.log"
         command = [
-            sys.executable, "-m", "weightsync.cli", "serve", f"--engine.model={model}", f"--engine.count={engines}",
+            *prefix, sys.executable, "-m", "weightsync.cli", "serve", f"--engine.model={model}", f"--engine.count={engines}",
             "--engine.max_model_len=512", "--engine.kv_cache_memory_bytes=67108864", "--engine.cpus=1",
             "--api.port=0", f"--state_dir={home}", "--verbose", *flags,
         ]  # fmt: skip

@@ -29,7 +29,7 @@ class Roster:
         self.rested: list[tuple[list[int], int]] = []
         self.place: Place | None = None  # of every worker
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, waited_for: bool = False) -> None:
         for ordinal in range(2):
             self._ledger.see(engine(ordinal))
 
@@ -98,7 +98,7 @@ def test_an_update_that_is_withdrawn_before_it_has_been_admitted_is_not_admitted
     async def scenario(controller: Controller, roster: Roster) -> None:
         hangs, stock = asyncio.Event(), roster.refresh
 
-        async def refresh() -> None:
+        async def refresh(*, waited_for: bool = False) -> None:
             await hangs.wait()  # an engine that does not answer
             await stock()
 
@@ -241,7 +241,7 @@ def test_a_partial_update_reaches_engines_with_its_base(tmp_path: Path) -> None:
         asked = begin("u2", 6) | {"scope": ["w"], "base_version": None}
         assert (await controller.begin(asked))["error"]["code"] == "base_refused"
 
-        async def refresh() -> None:
+        async def refresh(*, waited_for: bool = False) -> None:
             for ordinal in range(2):
                 controller._ledger.see(replace(engine(ordinal, 5), update_id="u1"))
 

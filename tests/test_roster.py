@@ -23,7 +23,7 @@ from weightsync.errors import BadValues, DeadlineExceeded, EngineDied, Transport
 from weightsync.fleet import roster as roster_module
 from weightsync.fleet.ledger import Ledger
 from weightsync.fleet.roster import Roster
-from weightsync.protocol import EngineState, WorkerReport
+from weightsync.protocol import CommunicatorInfo, EngineState, EngineVerdict, WorkerReport
 
 
 async def never(*_: Any) -> Any:
@@ -53,9 +53,11 @@ class Handle:
             setattr(self, name, type("Method", (), {"remote": staticmethod(method), "_method_name": name}))
 
 
-def roster_of(folder: Path, *handles: Handle, control: float = 0.3, ledger: Ledger | None = None) -> tuple[Roster, Ledger]:
+def roster_of(
+    folder: Path, *handles: Handle, control: float = 0.3, applying: float = 0.2, ledger: Ledger | None = None
+) -> tuple[Roster, Ledger]:
     (folder / "config.json").write_text("{}")
-    sync = config.load({"engine.model": folder, "sync.control_timeout_seconds": control, "sync.apply_timeout_seconds": 0.2}).sync
+    sync = config.load({"engine.model": folder, "sync.control_timeout_seconds": control, "sync.apply_timeout_seconds": applying}).sync
     ledger = ledger or fleet(len(handles))
     made = Roster("nowhere", len(handles), ledger, sync)
     made._handles = dict(enumerate(handles))
@@ -134,8 +136,7 @@ def test_a_broken_broadcast_of_which_nobody_died_is_told_as_it_is(tmp_path: Path
 def test_heartbeats_of_one_engine_do_not_wait_for_another_or_for_rays_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster_module, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(ray, "get_actor", lambda *_: time.sleep(1.0))
-    good = says({"incarnation": "0-1", "places": [], "status": encode(engine(0, 3))})
-    roster, ledger = roster_of(tmp_path, Handle(describe=good), Handle(describe=never), Handle())
+    roster, ledger = roster_of(tmp_path, Handle(describe=describes(0)), Handle(describe=never), Handle())
     del roster._handles[2]
 
     async def ask() -> float:
@@ -146,6 +147,76 @@ def test_heartbeats_of_one_engine_do_not_wait_for_another_or_for_rays_directory(
     assert asyncio.run(ask()) < 0.9
     assert [ledger.engines[o].state for o in range(3)] == [EngineState.SERVING, EngineState.DEAD, EngineState.DEAD]
     assert [ledger.engines[o].reason for o in (1, 2)] == ["deadline", "deadline"]
+
+
+def describes(ordinal: int) -> Callable[..., Awaitable[Any]]:
+    return says({"incarnation": f"{ordinal}-1", "places": [], "status": encode(engine(ordinal, 3))})
+
+
+def test_an_engine_that_is_known_not_to_answer_holds_updates_up_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a cut link each sync of the others waited 10 s for one that had not answered for minutes."""
+    monkeypatch.setattr(roster_module, "_LOST_SECONDS", 0.1)
+    roster, ledger = roster_of(tmp_path, Handle(describe=describes(0), abort=says([])), Handle(describe=never, abort=never), control=0.6)
+
+    async def took(step: Callable[[], Awaitable[None]]) -> float:
+        began = time.monotonic()
+        await step()
+        return time.monotonic() - began
+
+    async def scenario() -> None:
+        assert await took(lambda: roster.refresh(waited_for=True)) > 0.5, "nothing is known of it yet"
+        assert ledger.engines[1].reason == "deadline"
+        assert await took(lambda: roster.refresh(waited_for=True)) < 0.4
+        assert await took(lambda: roster.abort("u")) < 0.4
+        assert await took(lambda: roster.refresh()) > 0.5, "a heartbeat has time"
+        roster._handles[1] = Handle(describe=describes(1))
+        await roster.refresh(waited_for=True)
+        assert ledger.engines[1].state == EngineState.SERVING
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("step", ["poll", "begin"])
+def test_an_engine_whose_silence_ended_an_update_is_left_out_of_the_next(step: str, tmp_path: Path) -> None:
+    roster, ledger = roster_of(tmp_path, Handle(poll=staged()), Handle(poll=never, begin=never))
+    with pytest.raises(DeadlineExceeded):
+        if step == "poll":
+            late(roster, ledger, 5.0)
+        else:
+            update = ledger.admit(request("u", 1), 0.0)
+            update.communicator = CommunicatorInfo("127.0.0.1", 1, 1, 3, {"0": 1, "1": 2}, "gloo")
+            asyncio.run(roster.begin(update, 1))
+    assert (ledger.engines[1].state, ledger.engines[1].reason) == (EngineState.DEAD, "deadline")
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_commit_is_waited_for_while_its_engine_says_what_it_is(silent: bool, tmp_path: Path) -> None:
+    """A host whose link was cut in a commit kept the fleet from every other update for as long as applying may take."""
+
+    async def applies(*_: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return {"value": encode(EngineVerdict(0, True, 1, EngineState.SERVING))}
+
+    handle = Handle(describe=never if silent else describes(0), commit=never if silent else applies)
+    roster, ledger = roster_of(tmp_path, handle, control=0.2, applying=60.0)
+    update = ledger.admit(request("u", 1), 0.0)
+
+    async def scenario() -> EngineVerdict:
+        async def heart() -> None:
+            while True:
+                await roster.refresh()
+                await asyncio.sleep(0.02)
+
+        beating = asyncio.create_task(heart())
+        verdict = await asyncio.wait_for(roster.commit(update, 0), 5.0)
+        beating.cancel()
+        return verdict
+
+    verdict = asyncio.run(scenario())
+    assert verdict.committed is not silent
+    if silent:
+        assert verdict.error is not None and "engine 0 has stopped answering" in verdict.error["message"]
+        assert (verdict.state, verdict.error["code"], verdict.error["engine"]) == (EngineState.DEAD, "deadline", 0)
 
 
 def test_a_commit_that_gets_no_answer_is_a_verdict_by_name(tmp_path: Path) -> None:

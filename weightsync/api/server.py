@@ -19,7 +19,9 @@ import uvicorn
 from weightsync import config
 from weightsync.api import app as api
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.fleet import placement
 from weightsync.fleet.cluster import Cluster
+from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ async def serve(settings: config.Settings) -> int:
         server = _Server(uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        print(f"weightsync ready url=http://{host}:{port} token_file={cluster.token_file}", flush=True)
+        url = f"http://{network.shown(placement.own_address(host), port)}"
+        print(f"weightsync ready url={url} token_file={cluster.token_file}", flush=True)
         await _first(serving, stop)
         server.should_exit = True
         await serving

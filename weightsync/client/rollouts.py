@@ -71,17 +71,12 @@ class Rollouts:
 
     def _choose(self, engine: int | None, tried: set[int]) -> EngineStatus:
         with self._lock:
-            if not self._known:
+            old, self._known = self._known, self._known or self._ask()
+            able = self._able(engine, tried)
+            if not able and old:  # one may have come back since
                 self._known = self._ask()
-            # While an update is applied requests wait inside the engine, so one that is updating will do.
-            able = [
-                e
-                for e in self._known
-                if e.url and e.version is not None and e.state in (EngineState.SERVING, EngineState.UPDATING) and e.engine not in tried
-            ]
+                able = self._able(engine, tried)
             known = self._known
-        if engine is not None:
-            able = [e for e in able if e.engine == engine]
         if not able:
             self.forget()
             states = ", ".join(f"{e.engine} {e.state}" for e in known) or "none"
@@ -90,6 +85,11 @@ class Rollouts:
                 hint="Sync weights first, or see `weightsync status`",
             )
         return able[next(self._turn) % len(able)]
+
+    def _able(self, engine: int | None, tried: set[int]) -> list[EngineStatus]:
+        # While an update is applied requests wait inside the engine, so one that is updating will do.
+        able = [e for e in self._known if e.url and e.version is not None and e.state in (EngineState.SERVING, EngineState.UPDATING)]
+        return [e for e in able if e.engine not in tried and engine in (None, e.engine)]
 
 
 def _generation(answer: dict[str, Any], engine: int) -> Generation:

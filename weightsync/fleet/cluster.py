@@ -140,6 +140,8 @@ class Cluster:
 
         gpus = placement.engine_options(self.settings, 0)["num_gpus"]
         placement.require_gpus(self.settings.engine, gpus, ray.nodes(), may_grow=bool(self.settings.ray.address))
+        for complaint in placement.beyond_reach(self.settings, ray.nodes()):
+            logger.warning(complaint)
         timeout, namespace = self.settings.engine.start_timeout_seconds, self.settings.namespace
         names = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
         there = sorted(int(name.removeprefix("engine-")) for name in names if name.startswith("engine-"))
@@ -160,7 +162,8 @@ class Cluster:
             await asyncio.gather(*starts)
             await call(self._controller.start, timeout_seconds=timeout)
         except WeightSyncError as exc:
-            exc.hint = exc.hint or f"See the logs in {self._temp}/session_latest/logs"
+            where = "of Ray on the engine's node" if self.settings.ray.address else f"in {self._temp}/session_latest/logs"
+            exc.hint = exc.hint or f"See the logs {where}"
             raise
 
     async def ask(self, method: str, *args: Any, timeout_seconds: float) -> Any:

@@ -35,6 +35,7 @@ from weightsync.errors import (
     UpdateFailed,
     WeightSyncError,
 )
+from weightsync.fleet import placement
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
@@ -92,13 +93,13 @@ class Controller:
 
     # --- engines -------------------------------------------------------------------------------
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, *, waited_for: bool = False) -> None:
         if self._store is None:  # not when it is constructed: what an actor's constructor raises is lost on the way to `serve`
             sync = self._settings.sync
             self._store = rendezvous.host_store(sync.store_host, sync.rendezvous_timeout_seconds, sync.store_port)
             self._membership.port = self._store.port
             await self._roster.discover()
-        await self._roster.refresh()
+        await self._roster.refresh(waited_for=waited_for)
         if self._heart is None:  # also in a controller that Ray restarted, which nobody calls `start` on
             self._heart = self._spawn(self._watch_engines())
             self._spawn(self._end_earlier())
@@ -151,7 +152,7 @@ class Controller:
     async def _admit(self, request: UpdateRequest) -> Update:
         _check_versions(request)
         await self._rejoin.give_way()
-        await self._refresh()  # an engine that died a moment ago must not be counted on
+        await self._refresh(waited_for=True)  # an engine that died a moment ago must not be counted on
         if why := self._asked.get(request.update_id):
             raise Aborted(f"aborted: {why}")
         began = time.monotonic()
@@ -375,6 +376,7 @@ def create(settings: config.Settings) -> Any:
         "namespace": settings.namespace,
         "lifetime": "detached",
         "num_cpus": 0,
+        "resources": placement.pinned_to(settings.sync.store_host, ray.nodes(), ray.util.get_node_ip_address()),
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 256,

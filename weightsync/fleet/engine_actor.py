@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ import uvicorn
 from weightsync import config
 from weightsync.codec import decode, encode
 from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError
-from weightsync.fleet import vllm_api
+from weightsync.fleet import placement, vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.handing import Handing
@@ -41,6 +40,7 @@ from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
+from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
 
@@ -109,26 +109,20 @@ class EngineActor(Handing, Resting):
         application = await self._engine.application()
         inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
         self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
-        sock = socket.create_server((self._settings.api.host, self._port()))
+        sock = placement.listen(self._settings, self._ordinal)
         self._server = uvicorn.Server(uvicorn.Config(self._gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        if host in ("0.0.0.0", "::"):  # an address to listen on, not one to call
-            host = ray.util.get_node_ip_address()
         await asyncio.to_thread(self._scratch.note)  # what all of vLLM's parts have made by now
         self._places = [encode(report.place) if report.place else None for report in sorted(reports, key=lambda report: report.rank)]
-        self._url, self._reason = f"http://{host}:{port}", "pending_weights"
+        self._url, self._reason = f"http://{network.shown(placement.own_address(host), port)}", "pending_weights"
 
     def _token(self) -> str:
         token = self._settings.api.token
         if token is None:
             raise InternalError("the engine was started without a token")
         return token.get_secret_value()
-
-    def _port(self) -> int:
-        base = self._settings.engine.port_base
-        return base + self._ordinal if base else 0
 
     def _refusal(self) -> str | None:
         if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:

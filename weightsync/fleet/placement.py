@@ -1,14 +1,17 @@
-"""What an engine reserves of a cluster, and whether its nodes have that, before an engine waits for it. Pure, but for `create`.
+"""What an engine reserves of a cluster, and whether its nodes have that, before an engine waits for it; and where the controller goes.
 
 An engine is one actor that reserves a GPU for each of its workers, so Ray puts all of
 them on one node: eight nodes of one GPU have no place for an engine of two workers.
+The controller reserves nothing, so Ray would put it on any node; but its store opens at an address that one of them has.
 
 Not covered: GPUs that other programs hold, and nodes that a cluster may still get.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +52,61 @@ def create(settings: Settings, ordinal: int) -> Any:
     from weightsync.fleet.engine_actor import EngineActor
 
     return ray.remote(EngineActor).options(**engine_options(settings, ordinal)).remote(ordinal, dump(settings))
+
+
+def pinned_to(store_host: str, nodes: Sequence[Mapping[str, Any]], own: str) -> dict[str, float]:
+    """What the controller reserves: a part of the resource by which Ray names the node that has the store's address.
+
+    Behind a restart it is waited for, too, where that node comes back.
+
+    Args:
+        store_host: `sync.store_host`.
+        nodes: `ray.nodes()`.
+        own: address of the node that `serve` runs on, which may have others that Ray does not know of.
+    """
+    wanted = network.addresses_of(store_host)
+    there = [str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
+    return {f"node:{next((address for address in there if address in wanted), own)}": 0.001}
+
+
+def beyond_reach(settings: Settings, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is set to this machine's own loopback, where engines may be on others; in words."""
+    there = sum(bool(node["Alive"]) for node in nodes)
+    said = {
+        "api.host": (settings.api.host, "engines elsewhere are told under an address that leads nowhere: set 0.0.0.0"),
+        "sync.store_host": (settings.sync.store_host, "engines elsewhere can't meet a trainer there: set the address of a node"),
+    }
+    return [
+        f"{key} is {host}, and the cluster has {there} nodes: {what}"
+        for key, (host, what) in said.items()
+        if there > 1 and network.is_loopback(host)
+    ]
+
+
+def listen(settings: Settings, ordinal: int) -> socket.socket:
+    """Where an engine's application listens on its node.
+
+    Raises:
+        ConfigError: this node has no such address, or the port is taken.
+    """
+    host, base = settings.api.host, settings.engine.port_base
+    port = base + ordinal if base else 0
+    try:
+        return socket.create_server((host, port))
+    except OSError as exc:
+        want = "0.0.0.0, or an address that every node with an engine has"
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(f"engine.port_base: got {base}, want one of which port {port} is free ({exc.strerror})") from None
+        raise ConfigError(f"api.host: got {host!r}, want {want} ({exc.strerror}); {network.seen()}") from None
+
+
+def own_address(host: str) -> str:
+    """An address to call, for one to listen on: this node's where that is any of its addresses."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def require_gpus(engine: EngineSettings, gpus: float, nodes: Sequence[Mapping[str, Any]], may_grow: bool) -> None:

@@ -2,7 +2,8 @@
 
 Every engine is asked what it is once a second, by a call that touches no worker
 of it; one that does not answer is entered as dead in the ledger, and one that
-answers again with what it says. One that has applied an update behind the controller's back,
+answers again with what it says. A host whose link is cut answers nothing and breaks no
+connection: it may cost one update its time, and others a second. One that has applied an update behind the controller's back,
 because its answer came too late, either has what the fleet has, or is told to serve nothing.
 
 Not covered: a worker that hangs while its engine actor answers.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from weightsync.fleet.reports import failure, telling
 from weightsync.protocol import (
     BeginOrder,
     CommunicatorInfo,
+    EngineState,
     EngineStatus,
     EngineVerdict,
     Phase,
@@ -37,6 +39,10 @@ from weightsync.protocol import (
 )
 
 _TIMEOUT_SECONDS = 10.0
+#: How long one is waited for that did not answer when it was asked last, where others wait meanwhile.
+_LOST_SECONDS = 1.0
+#: So many heartbeats in a row without an answer end the wait for a commit.
+_SILENT_TIMES, _SILENT_LOOK_SECONDS = 2, 0.25
 #: How often and how long engines are asked again which of them refused or died, when a broadcast broke.
 _TELL_TRIES, _TELL_SECONDS = 4, 0.25
 
@@ -59,6 +65,7 @@ class Roster:
         self._handles: dict[int, Any] = {}
         self._incarnations: dict[int, str] = {}
         self._places: dict[int, tuple[Place | None, ...]] = {}
+        self._silent: dict[int, int] = {}  # heartbeats in a row that were not answered
         self._starting: dict[int, asyncio.Task[None]] = {}  # engines that were added, and the question to each
 
     async def discover(self) -> None:
@@ -94,20 +101,32 @@ class Roster:
         wanted = list(ordinals)
         return {o: self._incarnations[o] for o in wanted}, {o: self._places[o] for o in wanted}
 
-    async def refresh(self) -> None:
-        """Ask every engine what it is; none can hold up another."""
+    async def refresh(self, *, waited_for: bool = False) -> None:
+        """Ask every engine what it is; none can hold up another.
+
+        Args:
+            waited_for: by an update, which goes on without engines that are known not to answer.
+        """
         starting = {o for o in self._ledger.joining if not self._ledger.engines[o].workers} & self.ordinals
         for ordinal in starting:  # nobody waits for an answer of an actor that a cluster may have no place for yet
             if (asked := self._starting.get(ordinal)) is None or asked.done():
-                self._starting[ordinal] = asyncio.create_task(self._ask(ordinal))
-        await asyncio.gather(*(self._ask(ordinal) for ordinal in self.ordinals - starting))
+                self._starting[ordinal] = asyncio.create_task(self._ask(ordinal, waited_for=False))
+        await asyncio.gather(*(self._ask(ordinal, waited_for) for ordinal in self.ordinals - starting))
 
-    async def _ask(self, ordinal: int) -> None:
+    def _patience(self, ordinal: int, seconds: float) -> float:
+        """How long an engine is waited for where others wait meanwhile: not for long if it did not answer last time."""
+        known = self._ledger.engines.get(ordinal)
+        lost = known is not None and known.state == EngineState.DEAD and known.reason == DeadlineExceeded.code
+        return min(seconds, _LOST_SECONDS) if lost else seconds
+
+    async def _ask(self, ordinal: int, waited_for: bool) -> None:
+        seconds = min(_TIMEOUT_SECONDS, self._sync.control_timeout_seconds)
+        seconds = self._patience(ordinal, seconds) if waited_for else seconds
         try:
             if ordinal not in self._handles:
                 found = asyncio.to_thread(ray.get_actor, f"engine-{ordinal}", self._namespace)
-                self._handles[ordinal] = await asyncio.wait_for(found, _TIMEOUT_SECONDS)
-            answer = await call(self._handles[ordinal].describe, timeout_seconds=_TIMEOUT_SECONDS, engine=ordinal)
+                self._handles[ordinal] = await asyncio.wait_for(found, seconds)
+            answer = await call(self._handles[ordinal].describe, timeout_seconds=seconds, engine=ordinal)
         except ValueError:  # no actor of that name
             self._lose(ordinal, "gone")
         except TimeoutError:  # Ray's own directory does not answer
@@ -115,10 +134,13 @@ class Roster:
         except WeightSyncError as exc:
             if isinstance(exc, EngineDied):
                 self._handles.pop(ordinal, None)  # a recreated actor has a new handle
+            elif isinstance(exc, DeadlineExceeded) and not waited_for:
+                self._silent[ordinal] = self._silent.get(ordinal, 0) + 1
             self._lose(ordinal, exc.code)
         else:
             if ordinal not in self.ordinals:  # it was taken away meanwhile
                 return
+            self._silent[ordinal] = 0
             self._incarnations[ordinal] = answer["incarnation"]
             self._places[ordinal] = tuple(decode(Place, place) if place else None for place in answer["places"])
             current = self._ledger.current
@@ -191,7 +213,11 @@ class Roster:
             base_version=update.base_version,
             base_update=update.base_update,
         )
-        await self._reports(ordinal, self._handle(ordinal).begin, encode(order))
+        try:
+            await self._reports(ordinal, self._handle(ordinal).begin, encode(order))
+        except DeadlineExceeded as exc:
+            self._lose(ordinal, exc.code)
+            raise
 
     # --- an engine that hands on what it keeps ---------------------------------------------------
 
@@ -256,8 +282,9 @@ class Roster:
         seconds = max(0.1, min(self._sync.control_timeout_seconds, until - time.monotonic()))
         try:
             reports = await self._reports(ordinal, self._handle(ordinal).poll, seconds=seconds)
-        except DeadlineExceeded:
+        except DeadlineExceeded as exc:
             if seconds == self._sync.control_timeout_seconds:
+                self._ledger.lose(ordinal, exc.code)  # its next heartbeat may show otherwise
                 raise
             return f"engine {ordinal} did not answer"
         if all(report.state == "staged" and report.update_id == update.request.update_id for report in reports):
@@ -273,8 +300,8 @@ class Roster:
 
     async def abort(self, update_id: str) -> None:
         """End an update in all engines that answer; one that has not heard of it, or is applying it, goes on."""
-        timeout = self._sync.control_timeout_seconds
-        calls = (call(handle.abort, update_id, timeout_seconds=timeout, engine=o) for o, handle in self._handles.items())
+        most = self._sync.control_timeout_seconds
+        calls = (call(h.abort, update_id, timeout_seconds=self._patience(o, most), engine=o) for o, h in self._handles.items())
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
@@ -283,13 +310,33 @@ class Roster:
         most = sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds + (0 if update.staged else request.timeout_seconds)
         try:
             commit = self._handle(ordinal).commit
-            answer = await call(commit, request.update_id, request.version, update.rewinds, timeout_seconds=most, engine=ordinal)
-            return decode(EngineVerdict, answer)
+            answer = call(commit, request.update_id, request.version, update.rewinds, timeout_seconds=most, engine=ordinal)
+            return decode(EngineVerdict, await self._while_it_answers(ordinal, answer))
         except Exception as raised:
             exc = raised if isinstance(raised, WeightSyncError) else InternalError(f"{type(raised).__name__}: {raised}")
             exc.update_id, exc.engine, exc.phase = request.update_id, ordinal, str(Phase.APPLY)
             self._ledger.lose(ordinal, exc.code)
             return EngineVerdict(ordinal, False, None, self._ledger.engines[ordinal].state, error=exc.to_dict())
+
+    async def _while_it_answers(self, ordinal: int, answer: Coroutine[Any, Any, Any]) -> Any:
+        """What a long call answers; an engine says what it is meanwhile, whatever its workers do.
+
+        Raises:
+            DeadlineExceeded: it has stopped saying so, as on a host whose link is cut.
+        """
+        self._silent[ordinal] = 0
+        waiting = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_SILENT_LOOK_SECONDS))[0]:
+                if self._silent[ordinal] >= _SILENT_TIMES:
+                    raise DeadlineExceeded(
+                        f"engine {ordinal} has stopped answering while it applied the update",
+                        hint="See its log, and the network to its host; it takes part again when it answers",
+                        engine=ordinal,
+                    )
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def _reports(self, ordinal: int, method: Any, *args: Any, seconds: float | None = None) -> list[WorkerReport]:
         seconds = self._sync.control_timeout_seconds if seconds is None else seconds

@@ -32,6 +32,13 @@ def address_to(host: str) -> str:
     return ""
 
 
+def addresses_of(host: str) -> set[str]:
+    """Every address that a name has; itself if it is one, none if it can't be looked up."""
+    with contextlib.suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    return set()
+
+
 def way_to(host: str) -> str:
     """The address that leads to `host` and its interface, in words."""
     address = address_to(host)
