@@ -43,6 +43,8 @@ GUARDED = [
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
     ("POST", "/v1/scale"),
+    ("POST", "/v1/pin"),
+    ("POST", "/v1/unpin"),
 ]
 each_guarded = pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{method} {path}" for method, path in GUARDED])
 
@@ -263,6 +265,7 @@ CASES = [
     ((engine(0, EngineState.ASLEEP, None),), 3, 1, False, ("too_few_engines_ready", "engine_asleep")),
     ((engine(0, EngineState.UPDATING, 3),), 3, 1, False, ("too_few_engines_ready",)),
     ((engine(0, EngineState.SERVING, 0),), 0, 1, True, ()),
+    ((engine(0), dataclasses.replace(engine(1, EngineState.SERVING, 2), pinned="eval")), 3, 1, True, ()),
 ]
 
 
@@ -293,6 +296,9 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.post("/v1/sleep", json={"level": 2, "engines": [1], "timeout_seconds": 9}).json() == {"method": "rest"}
     assert client.post("/v1/wake", json={}).json() == {"method": "rest"}
     assert client.post("/v1/scale", json={"engines": 3}).json() == {"method": "scale"}
+    assert client.post("/v1/pin", json={"name": "eval", "version": 3}).json() == {"method": "pin"}
+    assert client.post("/v1/pin", json={"name": "eval-2.x_Y", "version": 3, "engines": 2}).json() == {"method": "pin"}
+    assert client.post("/v1/unpin", json={"name": "eval"}).json() == {"method": "unpin"}
     assert [call[:-1] for call in controller.calls] == [
         ("status",),
         ("status",),
@@ -304,6 +310,9 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("rest", [1], 2, 9.0),
         ("rest", [], 0, 300.0),
         ("scale", 3, "wait", 60.0),
+        ("pin", "eval", 3, 1),
+        ("pin", "eval-2.x_Y", 3, 2),
+        ("unpin", "eval"),
     ]
     assert all(call[-1] > 0 for call in controller.calls)
     # The controller's own deadline comes first, so that its answer gets out.
@@ -325,6 +334,12 @@ def test_routers_and_scrapers_find_every_engine_that_has_an_address(client: Test
     assert [group["labels"]["__meta_weightsync_version"] for group in found] == ["3", "2"]
     assert [group["labels"]["__meta_weightsync_ready"] for group in found] == ["true", "false"]
     assert all(isinstance(value, str) for group in found for value in group["labels"].values()), "Prometheus takes strings alone"
+
+
+def test_a_pinned_engine_is_told_and_is_not_ready_for_what_comes_without_asking_for_it(client: TestClient, controller: Controller) -> None:
+    controller.answers["status"] = encode(fleet(engine(0), dataclasses.replace(engine(1), pinned="eval")))
+    labels = [group["labels"] for group in client.get("/v1/targets").json()]
+    assert [(one["__meta_weightsync_pin"], one["__meta_weightsync_ready"]) for one in labels] == [("", "true"), ("eval", "false")]
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -409,6 +424,13 @@ def test_deeply_nested_json_is_refused(client: TestClient, controller: Controlle
         ("/v1/sleep", {"level": 3}),
         ("/v1/wake", {"level": 1}),
         ("/v1/wake", {"engines": "all"}),
+        ("/v1/pin", {"version": -1, "name": ""}),
+        ("/v1/pin", {"version": 2**53, "name": "a b"}),
+        ("/v1/pin", {"name": "eval\n"}),
+        ("/v1/pin", {"name": "x" * 65}),
+        ("/v1/pin", {"engines": 0}),
+        ("/v1/unpin", {"version": 3}),
+        ("/v1/unpin", {"name": "größe"}),
         ("/v1/scale", {"engines": 0}),
         ("/v1/scale", {"drain": "never"}),
     ],

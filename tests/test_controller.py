@@ -156,7 +156,7 @@ def test_engines_neither_sleep_nor_wake_while_an_update_is_under_way(tmp_path: P
         assert "value" in await controller.begin(begin())
         for level in (0, 1, 2):
             refused = (await controller.rest([0], level, 5.0))["error"]
-            assert refused["code"] == "update_conflict" and refused["message"].startswith("update u1 is under way")
+            assert refused["code"] == "update_conflict" and refused["message"].startswith("update u1 to version 1 is under way")
         assert roster.rested == []
         await controller.abort("u1", "skipped")
         assert "committed_version" in (await controller.rest([0], 2, 5.0))["value"]

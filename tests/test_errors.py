@@ -112,4 +112,6 @@ def test_the_docstring_draws_exactly_this_tree() -> None:
 
 def test_a_base_class_catches_its_kind() -> None:
     refusals = {cls.__name__ for cls in CLASSES if issubclass(cls, Refused)}
-    assert refusals == {"Refused", "ManifestRefused", "VersionRefused", "BaseRefused", "UpdateConflict", "MemoryRefused", "NoEngineReady"}
+    assert refusals == {
+        "Refused", "ManifestRefused", "VersionRefused", "BaseRefused", "PinRefused", "UpdateConflict", "MemoryRefused", "NoEngineReady",
+    }  # fmt: skip

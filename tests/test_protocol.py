@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync import protocol, results
+from weightsync import manifest, protocol, results
 from weightsync.codec import decode, encode
 from weightsync.errors import ApplyFailed
 from weightsync.protocol import (
@@ -39,7 +39,7 @@ from weightsync.protocol import (
     UpdateStatus,
     WorkerReport,
 )
-from weightsync.results import Generation, SyncReport, VersionSpan
+from weightsync.results import Attachment, Generation, SyncReport, VersionSpan
 
 MANIFEST = Manifest(
     (TensorSpec("model.embed.weight", "bfloat16", (8, 4)), TensorSpec("größe", "float32", ()), TensorSpec("none", "int8", (0,)))
@@ -81,11 +81,12 @@ MESSAGES = [
     STATUS,
     ENGINE,
     dataclasses.replace(ENGINE, version=None, update_id=None),
-    dataclasses.replace(ENGINE, retained=RETAINED),
+    dataclasses.replace(ENGINE, retained=RETAINED, pinned="eval"),
     RETAINED,
     FleetStatus("default", None, 0, (ENGINE,), None),
     FleetStatus("default", 7, 1, (ENGINE,), STATUS),
     SyncReport("update-1", 7, 68, 3, {"total": 1.5}, 0.5, (VERDICT,)),
+    Attachment(6, 7, (ENGINE,), (0,), True, True, "rewind"),
     SPAN,
     Generation((1, 2), (-0.5, -1.0), (SPAN, VersionSpan(7, 2, 3)), 0, "length"),
 ]
@@ -275,7 +276,7 @@ def test_a_name_given_twice_is_refused_and_named() -> None:
 
 
 def test_a_manifest_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_TENSORS", 2)
+    monkeypatch.setattr(manifest, "MAX_TENSORS", 2)
     with pytest.raises(ValueError, match="3 tensors; at most 2"):
         Manifest(tuple(TensorSpec(f"t{i}", "int8", (1,)) for i in range(3)))
 

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import WeightSyncError
 from weightsync.protocol import EngineVerdict
-from weightsync.results import Generation, SyncReport
+from weightsync.results import Attachment, Generation, SyncReport
 
 if TYPE_CHECKING:
     from weightsync.client import Published, WeightSync
 
 __version__ = "0.1.0"
-__all__ = ["EngineVerdict", "Generation", "Published", "SyncReport", "WeightSync", "WeightSyncError"]
+__all__ = ["Attachment", "EngineVerdict", "Generation", "Published", "SyncReport", "WeightSync", "WeightSyncError"]
 
 
 def __getattr__(name: str) -> Any:

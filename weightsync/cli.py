@@ -1,4 +1,4 @@
-"""The command line: `serve | demo | status | push | scale | check | stop`.
+"""The command line: `serve | demo | status | push | scale | pin | unpin | check | stop`.
 
 Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
 `--api.port`, …). Heavy imports happen in the command that needs them.
@@ -87,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_client(scale)
     scale.set_defaults(run=_scale)
 
+    _add_pins(commands)
+
     check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
     check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     second = check.add_mutually_exclusive_group()
@@ -103,6 +105,20 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)
     return parser
+
+
+def _add_pins(commands: Any) -> None:
+    pin = commands.add_parser("pin", help="hold engines at a version that they serve, and leave them out of updates")
+    pin.add_argument("name", help="1 to 64 letters, digits, '.', '_' or '-'")
+    pin.add_argument("version", type=int, help="version that they serve now")
+    pin.add_argument("--engines", type=int, default=1, help="how many (default 1)")
+    _add_client(pin)
+    pin.set_defaults(run=_pin)
+
+    unpin = commands.add_parser("unpin", help="let the engines of a pin take updates again")
+    unpin.add_argument("name", help="of the pin")
+    _add_client(unpin)
+    unpin.set_defaults(run=_unpin)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -163,14 +179,16 @@ def _show(status: FleetStatus) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {status.ready} of {len(status.engines)} engines ready")
-    for column in ("engine", "state", "version", "update", "address", "workers", "vLLM", "keeps", "reason"):
+    pinned = sum(bool(e.pinned) for e in status.engines)
+    ready = f"{status.ready} of {len(status.engines)} engines ready" + (f", {pinned} pinned" if pinned else "")
+    table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {ready}")
+    for column in ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason"):
         table.add_column(column, overflow="fold")  # an address that is cut short is none
     for e in status.engines:
         table.add_row(
             *(
                 str(v) if v is not None else "-"
-                for v in (e.engine, e.state, e.version, e.update_id, e.url, e.workers, e.vllm_version, _kept(e), e.reason)
+                for v in (e.engine, e.state, e.version, e.pinned, e.update_id, e.url, e.workers, e.vllm_version, _kept(e), e.reason)
             )
         )
     Console().print(table)
@@ -185,11 +203,15 @@ def _scale(args: argparse.Namespace) -> int:
     with _client(args) as client:
         status = client.scale(args.engines, args.drain, args.timeout)
         until = time.monotonic() + args.wait
-        while status.ready < len(status.engines) and time.monotonic() < until:
+        while _late(status) and time.monotonic() < until:
             time.sleep(0.5)
             status = client.status()
     _show(status)
-    return int(bool(args.wait) and status.ready < len(status.engines))
+    return int(bool(args.wait) and _late(status))
+
+
+def _late(status: FleetStatus) -> bool:
+    return status.ready < sum(not e.pinned for e in status.engines)
 
 
 def _push(args: argparse.Namespace) -> int:
@@ -214,6 +236,23 @@ def _push(args: argparse.Namespace) -> int:
         )
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
     print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        status = client.pin(args.name, args.version, args.engines)
+    held = ", ".join(str(e.engine) for e in status.engines if e.pinned == args.name)
+    print(f"pinned as {args.name}: version {args.version} on engine {held}")
+    return 0
+
+
+def _unpin(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        held = [str(e.engine) for e in client.engines() if e.pinned == args.name]
+        status = client.unpin(args.name)
+    others = ", ".join(sorted({e.pinned for e in status.engines if e.pinned})) or "none"
+    print(f"unpinned: engine {', '.join(held)}" if held else f"no engine was pinned as {args.name}; pins: {others}")
     return 0
 
 

@@ -9,6 +9,7 @@
     │   ├── ManifestRefused    names, shapes, dtypes, or an empty model
     │   ├── VersionRefused     the version does not rise
     │   ├── BaseRefused        a partial update builds on another version than what is held
+    │   ├── PinRefused         engines can't be pinned so, or a pin holds them
     │   ├── UpdateConflict     another update is under way; names it
     │   ├── MemoryRefused      staging or a bucket would not fit
     │   └── NoEngineReady      no engine can take the request
@@ -163,6 +164,12 @@ class BaseRefused(Refused):
     """A partial update builds on another version than the fleet, or an engine, holds; the message names both."""
 
     code, http_status = "base_refused", 409
+
+
+class PinRefused(Refused):
+    """Engines can't be pinned so, or a pin holds them; the message says which engine holds which version."""
+
+    code, http_status = "pin_refused", 409
 
 
 class UpdateConflict(Refused):

@@ -63,7 +63,8 @@ class Recorder:
         self._rewinds = Gauge("weightsync_rewinds", "How often the fleet has gone back to an earlier version.", **new)
         self._version = Gauge("weightsync_engine_version", "Version an engine holds; -1 if none.", ["engine"], **new)
         self._states = Gauge("weightsync_engines", "Engines by state.", ["state"], **new)
-        self._ready = Gauge("weightsync_ready_engines", "Engines that serve the committed version.", **new)
+        self._ready = Gauge("weightsync_ready_engines", "Engines that serve the committed version; pinned ones don't count.", **new)
+        self._pinned = Gauge("weightsync_pinned_engines", "Engines that are held at a version and left out of updates.", **new)
         self._in_progress = Gauge("weightsync_update_in_progress", "1 while an update is under way.", **new)
         self._last = Gauge("weightsync_last_commit_timestamp_seconds", "Unix time of the last commit; 0 before the first.", **new)
         self._committed.set(-1)
@@ -109,6 +110,7 @@ class Recorder:
         self._committed.set(-1 if committed is None else committed)
         self._rewinds.set(rewinds)
         self._ready.set(ready)
+        self._pinned.set(sum(bool(e.pinned) for e in engines))
         self._in_progress.set(int(in_progress))
         for state in EngineState:
             self._states.labels(str(state)).set(sum(e.state == state for e in engines))

@@ -9,12 +9,14 @@ Not covered: tensors (they go by broadcast, `transport/`), and errors
 from __future__ import annotations
 
 import enum
-import hashlib
-import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.manifest import DTYPE_BYTES as DTYPE_BYTES
+from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
+from weightsync.manifest import MAX_TENSORS as MAX_TENSORS
+from weightsync.manifest import Manifest as Manifest
+from weightsync.manifest import TensorSpec as TensorSpec
 from weightsync.place import Place as Place
 from weightsync.place import Retained as Retained
 from weightsync.report import ContractAnswer as ContractAnswer
@@ -24,14 +26,6 @@ from weightsync.report import SlotReport as SlotReport
 #: Raised when a message or the wire format changes; both sides must agree.
 PROTOCOL_VERSION = 2
 
-#: Bytes per element of every dtype that may travel, by its safetensors-like name.
-DTYPE_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-
-MAX_NAME_LENGTH = 512
-MAX_TENSORS = 1_000_000
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
 
@@ -73,66 +67,6 @@ class EngineState(enum.StrEnum):
     ASLEEP = "asleep"  # its memory was given back; takes no update
     LEAVING = "leaving"  # lets its requests end, and is gone then
     DEAD = "dead"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a manifest, in the engine's checkpoint format.
-
-    Attributes:
-        name: the checkpoint's name for it.
-        dtype: a key of `DTYPE_BYTES`.
-        shape: sizes in elements; `()` for a scalar.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.name or len(self.name) > MAX_NAME_LENGTH or not self.name.isprintable():
-            raise ValueError(f"tensor name {self.name[:80]!r}: want 1 to {MAX_NAME_LENGTH} printable characters")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"tensor {self.name!r}: dtype {self.dtype!r} can't travel; want one of {sorted(DTYPE_BYTES)}")
-        if any(size < 0 for size in self.shape) or math.prod(self.shape) > 2**48:
-            raise ValueError(f"tensor {self.name!r}: impossible shape {list(self.shape)}")
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Every tensor of an update, in the order in which the tensors travel.
-
-    Raises:
-        ValueError: a name appears twice, or there are too many tensors.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.tensors) > MAX_TENSORS:
-            raise ValueError(f"{len(self.tensors)} tensors; at most {MAX_TENSORS} can travel in one update")
-        seen: set[str] = set()
-        twice = [s.name for s in self.tensors if s.name in seen or seen.add(s.name)]  # type: ignore[func-returns-value]
-        if twice:
-            raise ValueError(f"{len(twice)} tensor name(s) appear twice: {', '.join(twice[:20])}")
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors)
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the manifest's canonical form; both sides compare it."""
-        rows = [[s.name, s.dtype, list(s.shape)] for s in self.tensors]
-        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -363,6 +297,7 @@ class EngineStatus:
         reason: code of why it doesn't serve.
         rewinds: how often the fleet had gone back before it got this version.
         retained: what it keeps for engines that come later, in host memory.
+        pinned: name of the pin that holds it at its version, and out of updates; empty if none does.
     """
 
     engine: int
@@ -376,11 +311,17 @@ class EngineStatus:
     reason: str = ""
     rewinds: int = 0
     retained: Retained | None = None
+    pinned: str = ""
 
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """The fleet in one look; `rewinds` is how often it has gone back to an earlier version."""
+    """The fleet in one look.
+
+    Attributes:
+        ready: engines that serve the committed version; pinned ones don't count.
+        rewinds: how often it has gone back to an earlier version.
+    """
 
     fleet: str
     committed_version: int | None

@@ -1,4 +1,4 @@
-"""What the client gives to its user: reports of syncs, and completions with the versions that sampled them.
+"""What the client gives to its user: reports of syncs, what a restarted trainer finds, completions with the versions that sampled them.
 
 Not covered: errors (`weightsync.errors`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weightsync.protocol import EngineVerdict
+from weightsync.protocol import EngineStatus, EngineVerdict
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,34 @@ class SyncReport:
     seconds: dict[str, float]
     pause_seconds: float
     verdicts: tuple[EngineVerdict, ...]
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What `attach_run()` found.
+
+    Attributes:
+        step: the trainer's.
+        committed_version: the fleet's; None before its first.
+        engines: what each is and holds.
+        behind: ordinals of engines that follow updates and do not serve `step`; pinned ones don't follow.
+        needed: the committed version is not `step`, or an engine is behind.
+        rewind: bringing the fleet to `step` takes `rewind=True`, since that version does not rise.
+        advice: what to do, in words; empty when nothing is needed.
+    """
+
+    step: int
+    committed_version: int | None
+    engines: tuple[EngineStatus, ...]
+    behind: tuple[int, ...]
+    needed: bool
+    rewind: bool
+    advice: str
+
+    @property
+    def versions(self) -> dict[int, int | None]:
+        """What each engine holds, by ordinal."""
+        return {e.engine: e.version for e in self.engines}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from weightsync.api.health import readiness
 from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
 from weightsync.fleet.gate import bound, has_token, refuse
-from weightsync.protocol import FleetStatus
+from weightsync.protocol import MAX_VERSION, FleetStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
@@ -75,6 +75,19 @@ class ScaleBody(_Body):
     engines: int = Field(ge=1, le=1024, examples=[3])
     drain: Literal["wait", "abort"] = Field(default="wait", examples=["wait"])
     timeout_seconds: float = Field(default=60.0, gt=0, le=86_400, examples=[60.0])
+
+
+class UnpinBody(_Body):
+    """Body of an unpinning."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$", examples=["eval"])
+
+
+class PinBody(UnpinBody):
+    """Body of a pin: a version that so many engines serve now."""
+
+    version: int = Field(ge=0, le=MAX_VERSION, examples=[120])
+    engines: int = Field(default=1, ge=1, le=1024, examples=[1])
 
 
 def build(controller: Controller, token: Callable[[], str], min_ready: int, max_request_bytes: int, control_seconds: float) -> FastAPI:
@@ -150,6 +163,14 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
         # Behind an update under way, the draining, and the end of processes.
         most = body.timeout_seconds + 4 * seconds
         return dict(await controller.ask("scale", body.engines, body.drain, body.timeout_seconds, timeout_seconds=most))
+
+    @router.post("/pin", summary="Hold engines at a version that they serve, and leave them out of updates; the fleet's status")
+    async def pin(body: PinBody) -> dict[str, Any]:
+        return dict(await controller.ask("pin", body.name, body.version, body.engines, timeout_seconds=4 * seconds))
+
+    @router.post("/unpin", summary="Let the engines of a pin take updates again; answers with the fleet's status")
+    async def unpin(body: UnpinBody) -> dict[str, Any]:
+        return dict(await controller.ask("unpin", body.name, timeout_seconds=4 * seconds))
 
     async def rest(body: WakeBody, level: int) -> dict[str, Any]:
         most = body.timeout_seconds + seconds

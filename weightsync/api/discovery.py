@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from weightsync.protocol import EngineState, FleetStatus
+from weightsync.protocol import EngineState, EngineStatus, FleetStatus
 
 
 def targets(status: FleetStatus) -> list[dict[str, Any]]:
@@ -22,9 +22,14 @@ def targets(status: FleetStatus) -> list[dict[str, Any]]:
                 "__meta_weightsync_model": engine.model,
                 "__meta_weightsync_state": str(engine.state),
                 "__meta_weightsync_version": "" if engine.version is None else str(engine.version),
-                "__meta_weightsync_ready": str(engine.state == EngineState.SERVING and engine.version == status.committed_version).lower(),
+                "__meta_weightsync_pin": engine.pinned,
+                "__meta_weightsync_ready": str(_ready(engine, status)).lower(),
             },
         }
         for engine in status.engines
         if engine.url
     ]
+
+
+def _ready(engine: EngineStatus, status: FleetStatus) -> bool:
+    return engine.state == EngineState.SERVING and not engine.pinned and engine.version == status.committed_version

@@ -40,7 +40,7 @@ def readiness(status: FleetStatus, min_ready: int) -> Readiness:
     for state in (EngineState.PENDING, EngineState.ASLEEP, EngineState.LEAVING, EngineState.QUARANTINED, EngineState.DEAD):
         if any(e.state == state for e in status.engines):
             reasons.append(f"engine_{state}")
-    if any(e.state == EngineState.SERVING and e.version != status.committed_version for e in status.engines):
+    if any(e.state == EngineState.SERVING and not e.pinned and e.version != status.committed_version for e in status.engines):
         reasons.append("engine_behind")
     ready = status.committed_version is not None and status.ready >= min_ready
     return Readiness(ready, tuple(reasons), {str(e.engine): str(e.state) for e in status.engines})

@@ -133,7 +133,7 @@ class WeightSync(View):
             source: a module, a mapping, or (name, tensor) pairs, in which a `Lazy` may stand for a tensor and shards are
                 gathered; or a `TensorSource`. Names, shapes and dtypes as in the checkpoint that the engines
                 were started from.
-            version: must rise; one above the fleet's when None.
+            version: must rise; one above the fleet's, or above the step of `attach_run`, when None.
             timeout_seconds: deadline of the whole call.
             progress: called with (bytes sent, bytes in all) behind each bucket.
             allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
@@ -297,8 +297,7 @@ class WeightSync(View):
     def _request(
         self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, **about: Any
     ) -> tuple[UpdateRequest, BucketPlan]:
-        if version is None:
-            version = (self.status().committed_version or 0) + 1
+        version = self._next_version() if version is None else version
         listener = self._joined.listener()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
         try:
@@ -396,5 +395,6 @@ class WeightSync(View):
         if status.state != UpdateState.COMMITTED:
             raise failure(status) from published._error
         self._dtypes |= published._dtypes
+        self._step = 0
         published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run
         return published._report(status)

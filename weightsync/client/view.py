@@ -10,12 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from weightsync.client.attach import attachment
 from weightsync.client.http import Http
 from weightsync.client.rollouts import Rollouts
 from weightsync.codec import decode
 from weightsync.errors import WeightSyncError
 from weightsync.protocol import EngineStatus, FleetStatus, UpdateStatus
-from weightsync.results import Generation
+from weightsync.results import Attachment, Generation
 
 CONTROL_SECONDS = 30.0
 #: How much longer than its own deadline a call waits for the service to say what went wrong.
@@ -33,6 +34,7 @@ class View:
     def __init__(self, url: str, token: str) -> None:
         self._http = Http(url, token)
         self._rollouts = Rollouts(self._http, self.engines)
+        self._step = 0  # of a run that was attached, until its first update
 
     def generate(
         self,
@@ -44,6 +46,7 @@ class View:
         seed: int | None = None,
         ignore_eos: bool = False,
         engine: int | None = None,
+        pin: str | None = None,
         timeout_seconds: float = 120.0,
     ) -> Generation:
         """One completion from an engine that serves; see `rollouts.Rollouts.generate` for errors.
@@ -53,7 +56,8 @@ class View:
             max_tokens: longest completion, tokens.
             temperature: 0 is greedy.
             seed: makes sampling repeatable.
-            engine: ordinal, to ask just this one.
+            engine: ordinal, to ask just this one, pinned or not.
+            pin: ask those alone that this pin holds, and only for the version it holds. Without either, pinned engines are not asked.
         """
         sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -64,7 +68,7 @@ class View:
             "detokenize": False,
             **({} if seed is None else {"seed": seed}),
         }
-        return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine)
+        return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine, pin)
 
     def status(self) -> FleetStatus:
         """The fleet in one look."""
@@ -85,6 +89,7 @@ class View:
         Raises:
             UnsupportedEngine: an engine was started without vLLM's sleep mode.
             UpdateConflict, Refused: an update is under way; asleep at another level.
+            PinRefused: level 2 would drop what a pinned engine holds.
         """
         body = {"level": level, "engines": list(engines), "timeout_seconds": timeout_seconds}
         return decode(FleetStatus, self._http.post("/v1/sleep", body, timeout_seconds + 2 * CONTROL_SECONDS))
@@ -105,13 +110,61 @@ class View:
             timeout_seconds: how long an engine may take to drain; then they are ended.
 
         Raises:
-            Refused: fewer than `sync.require`, or more than the cluster has room for.
+            Refused: fewer than `sync.require` beside those that are pinned, or more than the cluster has room for.
             UpdateConflict: the fleet is being scaled; or an update does not end.
         """
         body = {"engines": engines, "drain": drain, "timeout_seconds": timeout_seconds}
         return decode(FleetStatus, self._http.post("/v1/scale", body, timeout_seconds + 5 * CONTROL_SECONDS))
 
+    def pin(self, name: str, version: int, engines: int = 1) -> FleetStatus:
+        """Hold engines at a version and leave them out of updates until `unpin`, for example to evaluate it.
+
+        The engines keep the pin, and one whose process restarts loses it. The same pin again changes nothing.
+
+        Args:
+            name: 1 to 64 of `[A-Za-z0-9._-]`.
+            version: that so many engines serve now, most often the committed one.
+            engines: how many.
+
+        Raises:
+            PinRefused: too few serve it, or would be left for updates; the name holds another version.
+            UpdateConflict: an update is under way.
+        """
+        return self._pins("/v1/pin", {"name": name, "version": version, "engines": engines})
+
+    def unpin(self, name: str) -> FleetStatus:
+        """Let a pin's engines take updates again; those that are behind get the committed version as any late engine does.
+
+        Where no engine bears the pin, nothing is changed.
+
+        Raises:
+            UpdateConflict: an update is under way.
+        """
+        return self._pins("/v1/unpin", {"name": name})
+
+    def _pins(self, path: str, body: dict[str, Any]) -> FleetStatus:
+        try:
+            return decode(FleetStatus, self._http.post(path, body, 4 * CONTROL_SECONDS))
+        finally:
+            self._rollouts.forget()
+
+    def attach_run(self, step: int) -> Attachment:
+        """Say what a trainer that starts again, with the weights of this step, finds in the fleet; nothing is changed there.
+
+        A fleet above the step is no error: checkpoints are older than syncs. `Attachment.rewind` says what bringing it to the
+        step takes. Versions that `sync_weights` chooses by itself go on from the step or the committed version, the higher one.
+
+        Raises:
+            ConfigError: no version can be this step.
+        """
+        found = attachment(self.status(), step)
+        self._step = step
+        return found
+
     # --- an update, for who sends it ------------------------------------------------------------
+
+    def _next_version(self) -> int:
+        return max(self._step, self.status().committed_version or 0) + 1
 
     def _ended(self, update_id: str, wait: float = 0.0) -> WeightSyncError | None:
         """The error with which the service ended an update, if it did; looks again for `wait` seconds."""

@@ -8,7 +8,7 @@ An update: `admit` (every worker says yes before a byte moves) → the trainer
 broadcasts while `_watch` polls → `commit` (all engines pause, apply, verify,
 resume, at once) → verdicts. Whatever fails before `commit` costs nothing.
 
-Not covered: committing in waves, and engines on more than one version by choice.
+Not covered: committing in waves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from weightsync.errors import (
     ManifestRefused,
     ProtocolMismatch,
     Refused,
-    UpdateConflict,
     UpdateFailed,
     WeightSyncError,
 )
@@ -39,6 +38,7 @@ from weightsync.fleet import placement
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
+from weightsync.fleet.pins import Pins
 from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
 from weightsync.fleet.scaling import Scaling
@@ -82,6 +82,7 @@ class Controller:
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
         self._asked: dict[str, str] = {}  # for updates that wait for their admission; why one was withdrawn meanwhile
+        self._pins = Pins(self._roster, self._ledger, self._rejoin, sync, self._admitting, self._refresh)
         self._heart: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -296,8 +297,7 @@ class Controller:
     @answers
     async def rest(self, engines: list[int], level: int, timeout_seconds: float) -> dict[str, Any]:
         """Put engines to sleep at one of vLLM's levels, or wake them (0); all when none is named. `FleetStatus`."""
-        if (busy := self._ledger.current) is not None:
-            raise UpdateConflict(f"update {busy.request.update_id} is under way ({busy.state})", hint="Wait for it to end, or abort it")
+        self._ledger.require_idle()
         try:
             await self._rejoin.give_way()
             await self._roster.rest(engines, level, timeout_seconds)
@@ -312,6 +312,20 @@ class Controller:
             await self._scaling.to(engines, drain, timeout_seconds)
         finally:
             self._show()
+        return self._status()
+
+    @answers
+    async def pin(self, name: str, version: int, count: int) -> dict[str, Any]:
+        """Hold engines at a version (`Pins.set`). `FleetStatus`."""
+        await self._pins.set(name, version, count)
+        self._show()
+        return self._status()
+
+    @answers
+    async def unpin(self, name: str) -> dict[str, Any]:
+        """Let the engines of a pin follow again (`Pins.take_off`). `FleetStatus`."""
+        await self._pins.take_off(name)
+        self._show()
         return self._status()
 
     # --- what is seen --------------------------------------------------------------------------

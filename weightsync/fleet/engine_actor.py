@@ -5,7 +5,8 @@ committed version and update id. An update is told to it in short calls (`begin`
 `poll`, `abort`) and one long one (`commit`): pause, apply, verify, caches,
 version, resume. What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
-nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`).
+nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`); pinned it serves what it has
+and takes none (`holding`).
 An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines
 that come later, itself among them, `handing` sends.
 
@@ -32,6 +33,7 @@ from weightsync.fleet import placement, vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.handing import Handing
+from weightsync.fleet.holding import Holding
 from weightsync.fleet.ledger import LATE, other_base
 from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.resting import Resting
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 _LINGER_SECONDS = 2.0
 
 
-class EngineActor(Handing, Resting):
+class EngineActor(Handing, Holding, Resting):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -173,6 +175,7 @@ class EngineActor(Handing, Resting):
             reason="" if self._state == EngineState.SERVING else self._reason,
             rewinds=self._rewinds,
             retained=self._kept(),
+            pinned=self._pinned,
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
@@ -180,6 +183,7 @@ class EngineActor(Handing, Resting):
     async def begin(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell every worker of an update; their reports, by rank."""
         self._require_idle()
+        self._require_unpinned("takes no update")
         if self._state in (EngineState.ASLEEP, EngineState.LEAVING):
             hint = "Wake it first" if self._state == EngineState.ASLEEP else "Sync again: it is being taken away"
             raise Refused(f"engine {self._ordinal} is {self._state} and can't take an update", engine=self._ordinal, hint=hint)

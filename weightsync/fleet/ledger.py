@@ -8,103 +8,38 @@ they hold, so that one that missed a rewind does not lift the fleet again.
 
 An update with a scope builds on the committed version. Engines that do not serve the
 very update which brought that version are left out, and need a complete update: the
-call fails, or goes on without them, by `require`.
+call fails, or goes on without them, by `require`. Engines that are pinned are in the
+book and in nothing else: no update is for them, and none waits for them.
 
-Not covered: pinned engines, waves.
+Not covered: who is pinned (`pinning`), waves.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.fleet.record import Update as Update
 from weightsync.protocol import (
-    Admission,
-    CommunicatorInfo,
     EngineState,
     EngineStatus,
     EngineVerdict,
-    Manifest,
     UpdateRequest,
     UpdateState,
-    UpdateStatus,
 )
 
-#: From where an update may go where.
-_NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
-    UpdateState.ADMITTED: frozenset({UpdateState.RECEIVING, UpdateState.ABORTED}),
-    UpdateState.RECEIVING: frozenset({UpdateState.STAGED, UpdateState.ABORTED}),
-    UpdateState.STAGED: frozenset({UpdateState.APPLYING, UpdateState.ABORTED}),
-    UpdateState.APPLYING: frozenset({UpdateState.COMMITTED, UpdateState.ABORTED}),
-    UpdateState.COMMITTED: frozenset(),
-    UpdateState.ABORTED: frozenset(),
-}
 _WHOLE = "Send a complete update, without a scope"
 #: Reason of an engine that serves nothing since its commit was answered too late.
 LATE = "late_commit"
-
-
-@dataclass
-class Update:
-    """One update's record; `status` is its public form."""
-
-    request: UpdateRequest
-    engines: tuple[int, ...]
-    began: float
-    state: UpdateState = UpdateState.ADMITTED
-    ended: float | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    verdicts: tuple[EngineVerdict, ...] = ()
-    error: dict[str, Any] | None = None
-    communicator: CommunicatorInfo | None = None
-    staged: bool = True
-    rewinds: int = 0  # of the fleet, once this one has committed
-    base_version: int | None = None  # what it builds on, with a scope
-    base_update: str = ""
-    left_out: tuple[EngineVerdict, ...] = ()  # engines that could not take part, or hold another base
-
-    def __post_init__(self) -> None:
-        self._tensors, self._nbytes = len(self.request.manifest.tensors), self.request.manifest.nbytes
-
-    def forget_manifest(self) -> None:
-        """Let the manifest go when the update has ended: 35 MB at 100,000 tensors, for every update that is remembered."""
-        self.request = replace(self.request, manifest=Manifest(()))
-
-    def move(self, state: UpdateState) -> None:
-        """Go on to `state`; a step that the table above does not have is a bug of the caller."""
-        assert state in _NEXT[self.state], f"update {self.request.update_id}: {self.state} → {state}"
-        self.state = state
-
-    @property
-    def status(self) -> UpdateStatus:
-        return UpdateStatus(
-            update_id=self.request.update_id,
-            version=self.request.version,
-            state=self.state,
-            tensors=self._tensors,
-            nbytes=self._nbytes,
-            began_unix_seconds=self.began,
-            ended_unix_seconds=self.ended,
-            seconds=dict(self.seconds),
-            verdicts=self.verdicts,
-            error=self.error,
-            rewind=self.request.rewind,
-        )
-
-    @property
-    def admission(self) -> Admission:
-        assert self.communicator is not None
-        return Admission(self.request.update_id, self.request.version, self.communicator, self.engines, self.staged)
 
 
 class Ledger:
     """The fleet's book.
 
     Args:
-        require: engines that must commit for an update to count; all of the fleet when None.
+        require: engines that must commit for an update to count; all that are not pinned when None.
         history: how many ended updates are kept.
     """
 
@@ -112,18 +47,24 @@ class Ledger:
         self._require, self._history = require, history
         self.engines: dict[int, EngineStatus] = {}
         self.committed_version: int | None = None
-        self._committed_update: str | None = None  # that brought it
+        self.committed_update: str | None = None  # that brought it
         self.rewinds = 0  # how often the fleet has gone back
         self._incomplete = False  # the committed version has not reached `require` engines
         self.joining: set[int] = set()  # were added, and have not served what is committed yet
         self.leaving: set[int] = set()  # are about to go
-        self._rejoined: dict[int, str] = {}  # engines, and the update that another one handed on to them
+        self._followed = False  # an engine that follows updates has been seen to hold it
+        self._rightly: dict[int, str | None] = {}  # engines, and an update that they hold whatever its verdicts say: handed on, or pinned
         self._updates: OrderedDict[str, Update] = OrderedDict()
 
     @property
     def require(self) -> int:
-        members = len(self.engines.keys() - self.joining - self.leaving)
+        members = len([e for e in self._following if e.engine not in self.joining])
         return members if self._require is None else min(self._require, members)
+
+    @property
+    def _following(self) -> list[EngineStatus]:
+        """Engines that updates are for: neither pinned nor about to go."""
+        return [e for e in self.engines.values() if not e.pinned and e.engine not in self.leaving]
 
     @property
     def current(self) -> Update | None:
@@ -131,14 +72,20 @@ class Ledger:
         last = next(reversed(self._updates.values()), None)
         return last if last is not None and not last.state.final else None
 
+    def require_idle(self, update_id: str | None = None) -> None:
+        """Raise `UpdateConflict` where an update is under way, on behalf of another one if that is named."""
+        if (busy := self.current) is not None:
+            about = f"update {busy.request.update_id} to version {busy.request.version} is under way ({busy.state})"
+            raise UpdateConflict(about, hint="Wait for it to end, or abort it", update_id=update_id)
+
     @property
     def ready(self) -> int:
         """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
-        return sum(self._holds(e) for e in self.engines.values() if e.engine not in self.leaving)
+        return sum(self._holds(e) for e in self._following)
 
     def _holds(self, engine: EngineStatus) -> bool:
         """Whether an engine serves what the update brought that the committed version is of."""
-        held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self._committed_update
+        held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self.committed_update
         return held and engine.state == EngineState.SERVING
 
     @property
@@ -147,17 +94,21 @@ class Ledger:
 
     def see(self, status: EngineStatus) -> None:
         """Take in what an engine says of itself; a fleet version is learned from engines that hold one."""
+        if status.pinned:
+            self._rightly[status.engine] = status.update_id
         if self.came_late(status):
-            status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE)
+            status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE, retained=None)
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
-            self.rewinds, self.committed_version, self._committed_update = status.rewinds, status.version, status.update_id
+            self.rewinds, self.committed_version, self.committed_update = status.rewinds, status.version, status.update_id
         # Before the first version an engine is there when it has started.
         if self._holds(status) or (self.committed_version is None and status.workers):
             self.joining.discard(status.engine)
+        self._followed |= status.version is not None and not status.pinned and _rank(status) == self._reached
         kept = status.retained
-        if kept is not None and self.committed_version is None:  # all that held it may have been restarted, with the controller
-            self.rewinds, self.committed_version, self._committed_update = kept.rewinds, kept.version, kept.update_id
+        # All that held it may have been restarted, with the controller; what a pinned engine holds may be long ago.
+        if kept is not None and not self._followed and (kept.rewinds, kept.version) > self._reached:
+            self.rewinds, self.committed_version, self.committed_update = kept.rewinds, kept.version, kept.update_id
 
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
@@ -169,8 +120,8 @@ class Ledger:
         if update is None or not update.state.final or status.state != EngineState.SERVING:
             return False
         told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
-        told = told or self._rejoined.get(status.engine) == status.update_id
-        return not told and status.update_id != self._committed_update
+        told = told or self._rightly.get(status.engine) == status.update_id
+        return not told and status.update_id != self.committed_update
 
     def lose(self, engine: int, reason: str) -> None:
         """An engine can't be reached; one that was never seen counts too."""
@@ -182,22 +133,22 @@ class Ledger:
 
         None while the committed version has not reached enough engines: its trainer was told that it failed.
         """
-        if self._incomplete or self._committed_update is None:
+        if self._incomplete or self.committed_update is None:
             return {}
         states = EngineState.PENDING, EngineState.QUARANTINED, EngineState.SERVING
-        there = [e for e in self.engines.values() if e.workers and e.state in states and e.engine not in self.leaving]
-        return {e.engine: self._committed_update for e in there if not self._holds(e)}
+        there = [e for e in self._following if e.workers and e.state in states]
+        return {e.engine: self.committed_update for e in there if not self._holds(e)}
 
     def giver(self) -> int | None:
         """An engine that keeps what the fleet has committed; one that serves it rather than one that has yet to."""
         there = [e for e in self.engines.values() if e.state != EngineState.DEAD and e.retained is not None]
-        keepers = [e for e in there if e.retained is not None and e.retained.update_id == self._committed_update]
+        keepers = [e for e in there if e.retained is not None and e.retained.update_id == self.committed_update]
         return min(keepers, key=lambda e: (e.state != EngineState.SERVING, e.engine)).engine if keepers else None
 
     def rejoined(self, verdict: EngineVerdict, update_id: str, rewinds: int) -> None:
         """Enter how an engine came out of an update that another one had handed on to it."""
         if verdict.committed:
-            self._rejoined[verdict.engine] = update_id
+            self._rightly[verdict.engine] = update_id
         self._enter(verdict, update_id, rewinds)
 
     def join(self, engine: int) -> None:
@@ -247,13 +198,7 @@ class Ledger:
             BaseRefused: it has a scope, and fewer engines than `require` hold what it builds on.
         """
         self.repeated(request)
-        busy = self.current
-        if busy is not None:
-            raise UpdateConflict(
-                f"update {busy.request.update_id} to version {busy.request.version} is under way ({busy.state})",
-                hint="Wait for it to end, or abort it",
-                update_id=request.update_id,
-            )
+        self.require_idle(request.update_id)
         floor = self.committed_version
         back = floor is not None and (request.version < floor or (request.version == floor and not self._incomplete))
         if floor is not None and back and not request.rewind:
@@ -266,7 +211,7 @@ class Ledger:
         if request.scope:
             self._build_on_base(update)
         known = {*update.engines, *(verdict.engine for verdict in update.left_out)}
-        update.left_out += tuple(_absent(engine) for ordinal, engine in sorted(self.engines.items()) if ordinal not in known)
+        update.left_out += tuple(_absent(engine) for o, engine in sorted(self.engines.items()) if o not in known and not engine.pinned)
         self._updates[request.update_id] = update
         return update
 
@@ -277,9 +222,9 @@ class Ledger:
             EngineDied, NoEngineReady: as in `admit`.
         """
         # An engine without workers is on its way up, and not there yet.
-        gone = [e for e in self.engines.values() if e.state == EngineState.DEAD or not e.workers]
-        asleep = [e for e in self.engines.values() if e.state == EngineState.ASLEEP and e not in gone]
-        able = tuple(sorted(set(self.engines) - self.leaving - {e.engine for e in (*gone, *asleep)}))
+        gone = [e for e in self._following if e.state == EngineState.DEAD or not e.workers]
+        asleep = [e for e in self._following if e.state == EngineState.ASLEEP and e not in gone]
+        able = tuple(sorted({e.engine for e in self._following} - {e.engine for e in (*gone, *asleep)}))
         # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
         free = tuple(ordinal for ordinal in able if self.engines[ordinal].state != EngineState.UPDATING)
         if len(free) >= max(self.require, 1):
@@ -320,13 +265,13 @@ class Ledger:
             if self._holds(engine):
                 holders.append(engine.engine)
                 continue
-            others[engine.engine] = other_base(engine, base, self._committed_update)
+            others[engine.engine] = other_base(engine, base, self.committed_update)
         if len(holders) < max(self.require, 1):
             message = (
                 f"{'; '.join(e.message for e in others.values())}. {self.require} must commit and {len(holders)} can. Nothing was changed"
             )
             raise BaseRefused(message, hint=_WHOLE, engine=next(iter(others)), update_id=request.update_id)
-        update.engines, update.base_version, update.base_update = tuple(holders), base, self._committed_update or ""
+        update.engines, update.base_version, update.base_update = tuple(holders), base, self.committed_update or ""
         update.left_out = tuple(
             EngineVerdict(ordinal, False, self.engines[ordinal].version, self.engines[ordinal].state, error=error.to_dict())
             for ordinal, error in others.items()
@@ -347,7 +292,7 @@ class Ledger:
         # An engine that came back during the update may have brought a higher version with it.
         if committed and (update.rewinds, update.request.version) >= self._reached:
             self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
-            self._committed_update = update.request.update_id
+            self.committed_update, self._followed = update.request.update_id, True
         for verdict in verdicts:
             self._enter(verdict, update.request.update_id, update.rewinds)
         update.move(UpdateState.COMMITTED if enough else UpdateState.ABORTED)

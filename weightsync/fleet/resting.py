@@ -42,6 +42,12 @@ class Resting:
     def _require_idle(self) -> None:
         raise NotImplementedError
 
+    def _require_unpinned(self, doing: str) -> None:
+        raise NotImplementedError
+
+    def _let_go(self, why: str) -> None:
+        raise NotImplementedError
+
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -59,6 +65,8 @@ class Resting:
                 raise Refused(
                     f"engine {self._ordinal} is asleep at level {self._sleeping.level}", engine=self._ordinal, hint="Wake it first"
                 )
+            if level > 1:
+                self._require_unpinned(f"level {level} drops its weights")
             engine, before = self._live(), (self._state, self._reason)
             self._state, self._reason = EngineState.ASLEEP, "asleep"
             try:
@@ -110,6 +118,7 @@ class Resting:
             return await step
         except Exception as exc:
             self._sleeping.failed()
+            self._let_go("it failed to sleep, or to wake")
             self._state, self._reason, self._version = EngineState.QUARANTINED, "sleep_failed", None
             if isinstance(exc, WeightSyncError):
                 exc.engine = self._ordinal

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ import ray
 
 from weightsync.codec import decode, encode
 from weightsync.config import SyncSettings
-from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, TransportFailed, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, PinRefused, Refused, TransportFailed, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.reports import failure, telling
@@ -37,6 +38,8 @@ from weightsync.protocol import (
     UpdateState,
     WorkerReport,
 )
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS = 10.0
 #: How long one is waited for that did not answer when it was asked last, where others wait meanwhile.
@@ -141,7 +144,7 @@ class Roster:
             if ordinal not in self.ordinals:  # it was taken away meanwhile
                 return
             self._silent[ordinal] = 0
-            self._incarnations[ordinal] = answer["incarnation"]
+            self._note_restart(ordinal, answer["incarnation"])
             self._places[ordinal] = tuple(decode(Place, place) if place else None for place in answer["places"])
             current = self._ledger.current
             # While an update is applied its verdict is what counts, not what the engine says on the way.
@@ -155,6 +158,13 @@ class Roster:
         if ordinal in self.ordinals:
             self._ledger.lose(ordinal, reason)
 
+    def _note_restart(self, ordinal: int, incarnation: str) -> None:
+        known = self._ledger.engines.get(ordinal)
+        if known is not None and known.pinned and self._incarnations.get(ordinal, incarnation) != incarnation:
+            text = "engine %d was pinned as %r at version %s and has restarted: that is lost, and it takes updates again"
+            logger.warning(text, ordinal, known.pinned, known.version)
+        self._incarnations[ordinal] = incarnation
+
     async def _retire(self, status: EngineStatus) -> None:
         """Have an engine serve nothing until the next update; asked again with its next heartbeat if it does not answer."""
         with contextlib.suppress(WeightSyncError):
@@ -166,10 +176,17 @@ class Roster:
 
         Raises:
             Refused: there is no engine of such an ordinal.
+            PinRefused: a pinned one would lose its weights; none has fallen asleep.
             WeightSyncError: the first engine's that failed, when all have answered.
         """
         if unknown := sorted(set(engines) - self.ordinals):
             raise Refused(f"no engine {unknown[0]}: the fleet has {len(self.ordinals)}: {', '.join(map(str, sorted(self.ordinals)))}")
+        chosen = dict.fromkeys(engines or sorted(self.ordinals))
+        pinned = [e for ordinal, e in self._ledger.engines.items() if ordinal in chosen and e.pinned]
+        if level > 1 and pinned:
+            about = ", ".join(f"engine {e.engine} as {e.pinned!r} at version {e.version}" for e in pinned)
+            hint = "Unpin them first, sleep at level 1, or name other engines"
+            raise PinRefused(f"level {level} drops weights, and pinned are: {about}", hint=hint, engine=pinned[0].engine)
 
         async def one(ordinal: int) -> None:
             handle = self._handle(ordinal)
@@ -180,8 +197,34 @@ class Roster:
             if self._ledger.came_late(status):
                 await self._retire(status)
 
-        chosen = dict.fromkeys(engines or sorted(self.ordinals))
         for failed in await asyncio.gather(*map(one, chosen), return_exceptions=True):
+            if failed is not None:
+                raise failed
+
+    async def pin(self, engines: Sequence[int], name: str, version: int) -> None:
+        """Have engines keep a version that they serve; all of them, or none.
+
+        Raises:
+            WeightSyncError: the first engine's that failed, when all have answered.
+        """
+        try:
+            await self._tell_pins("pin", engines, name, version)
+        except WeightSyncError:
+            with contextlib.suppress(WeightSyncError):
+                await self._tell_pins("unpin", engines, name)
+            raise
+
+    async def unpin(self, engines: Sequence[int], name: str) -> None:
+        """Have engines take updates again. Raises as `pin` does; those that answered are unpinned all the same."""
+        await self._tell_pins("unpin", engines, name)
+
+    async def _tell_pins(self, method: str, engines: Sequence[int], *args: Any) -> None:
+        async def one(ordinal: int) -> None:
+            seconds = self._sync.control_timeout_seconds
+            answer = await call(getattr(self._handle(ordinal), method), *args, timeout_seconds=seconds, engine=ordinal)
+            self._ledger.see(decode(EngineStatus, answer["status"]))
+
+        for failed in await asyncio.gather(*map(one, engines), return_exceptions=True):
             if failed is not None:
                 raise failed
 

@@ -3,7 +3,7 @@
 An added engine counts when it first serves what the fleet has committed: until then no
 update waits for it. It gets its weights from another engine (`rejoin`), or by the next
 update. One that goes takes part in no further update, lets its requests end, and is ended.
-Which ones go is decided by `leaving`, which is pure.
+Which ones go is decided by `leaving`, which is pure. Pinned engines stay.
 
 Not covered: a controller that restarts while engines are starting: it counts them at once.
 """
@@ -54,7 +54,7 @@ class Scaling:
             seconds: how long an engine may take to drain; then its requests are ended.
 
         Raises:
-            Refused: fewer than `sync.require`, or more than the cluster has room for.
+            Refused: fewer than `sync.require` beside those that are pinned, or more than the cluster has room for.
             UpdateConflict: the fleet is being scaled, or an update does not end.
         """
         if self._lock.locked():
@@ -69,9 +69,10 @@ class Scaling:
                 await self._take_away(gone, drain, seconds)
 
     def _require_sensible(self, engines: int) -> None:
-        least = max(1, self._settings.sync.require or 1)
+        require, pinned = max(1, self._settings.sync.require or 1), sum(bool(e.pinned) for e in self._ledger.engines.values())
+        least = require + pinned
         if not least <= engines <= MOST:
-            why = f", as sync.require is {least}" if least > 1 else ""
+            why = (f", as sync.require is {require}" if require > 1 else "") + (f", as {pinned} are pinned" if pinned else "")
             raise Refused(f"engines: got {engines}, want {least} to {MOST}{why}")
         wanted = self._settings.engine.model_copy(update={"count": engines})
         try:
@@ -115,7 +116,7 @@ class Scaling:
 
 
 def leaving(engines: Iterable[EngineStatus], there: Iterable[int], count: int) -> tuple[int, ...]:
-    """Which engines go: those that serve nothing first, those that keep bytes for others last, and of equals the highest.
+    """Which engines go, pinned ones never: those that serve nothing first, those that keep bytes for others last, of equals the highest.
 
     Args:
         engines: as far as they are known.
@@ -129,4 +130,5 @@ def leaving(engines: Iterable[EngineStatus], there: Iterable[int], count: int) -
         serves = engine is not None and engine.state in (EngineState.SERVING, EngineState.UPDATING)
         return serves, engine is not None and engine.retained is not None, -ordinal
 
-    return tuple(sorted(sorted(there, key=worth)[:count]))
+    free = (ordinal for ordinal in there if ordinal not in known or not known[ordinal].pinned)
+    return tuple(sorted(sorted(free, key=worth)[:count]))
