@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import threading
 import time
@@ -204,8 +205,16 @@ def settings(folder: str, **more: Any) -> dict[str, Any]:
 def run_engine(state: dict[str, Any], ordinal: int, port: int, told: dict[str, Any]) -> None:
     from weightsync.fleet.engine_actor import EngineActor
 
+    class Watched(EngineActor):
+        """Notes when it goes into which state, by the clock that all processes share."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "_state":
+                state.setdefault("states", []).append((time.monotonic(), str(value)))
+
     def make() -> Any:
-        actor: Any = EngineActor(ordinal, told)
+        actor: Any = Watched(ordinal, told)
         actor._engine, actor._url, actor._reason, actor._places = Core(), f"http://127.0.0.1:{port}", "pending_weights", [None]
         actor._starting = asyncio.get_running_loop().create_future()
         actor._starting.set_result(None)
@@ -219,6 +228,11 @@ def run_engine(state: dict[str, Any], ordinal: int, port: int, told: dict[str, A
 def held(state: dict[str, Any]) -> tuple[str, int | None, dict[str, float]]:
     actor = state["actor"]
     return str(actor._state), actor._version, actor._engine.worker.values
+
+
+def states(state: dict[str, Any]) -> list[tuple[float, str]]:
+    """Every state that this process's engine went into, and when."""
+    return list(state["states"])
 
 
 def slow_down(state: dict[str, Any], seconds: float) -> None:
@@ -332,9 +346,11 @@ def commit_thrice(state: dict[str, Any], url: str, version: int) -> tuple[list[s
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has, below those that are given to who asks for none: it is bound only later."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := random.randint(15_000, 30_000)))
+            return port
 
 
 class Survivors:

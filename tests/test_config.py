@@ -362,7 +362,17 @@ def test_every_setting_says_what_it_is() -> None:
             assert field.description, f"{section.__name__}.{key} has no docstring, so --help has none"
 
 
-@pytest.mark.parametrize(("key", "value"), [("sync.rollback", "host"), ("sync.verify_stored", "true")])
+@pytest.mark.parametrize(("key", "value"), [("sync.rollback", "host"), ("sync.verify_stored", "true"), ("sync.min_available", "1")])
 def test_what_needs_staged_bytes_is_refused_without_staging(model: str, key: str, value: str) -> None:
-    assert f"{key}: got" in refused({"engine.model": model, "sync.stage": "none", key: value})
-    assert config.load({"engine.model": model, "sync.stage": "host", key: value})
+    given = {"engine.model": model, "engine.count": "2", key: value}
+    assert f"{key}: got" in refused({**given, "sync.stage": "none"})
+    assert config.load({**given, "sync.stage": "host"})
+
+
+@pytest.mark.parametrize(("count", "least", "taken"), [(1, 0, True), (1, 1, False), (4, 3, True), (4, 4, False), (4, 9, False)])
+def test_one_engine_must_be_left_to_write(model: str, count: int, least: int, taken: bool) -> None:
+    given = {"engine.model": model, "engine.count": str(count), "sync.min_available": str(least)}
+    if taken:
+        assert load(given).sync.min_available == least
+    else:
+        assert f"sync.min_available: got {least}, want fewer than the {count} of engine.count" in refused(given)

@@ -55,6 +55,9 @@ class Roster:
     async def rest(self, engines: list[int], level: int, timeout_seconds: float) -> None:
         self.rested.append((engines, level))
 
+    async def commit_all(self, update: Update) -> list[EngineVerdict]:
+        return await asyncio.gather(*(self.commit(update, ordinal) for ordinal in update.engines))
+
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
         raise NotImplementedError
 

@@ -261,7 +261,7 @@ class Pinned(Roster):
         self.pins = {0: "", 1: ""}
         controller._pins._roster = self  # type: ignore[assignment]
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, waited_for: bool = False) -> None:
         for ordinal, pin in self.pins.items():
             self._ledger.see(at(ordinal, 5, pin))
 

@@ -1,10 +1,13 @@
-"""Which engine a rollout goes to, by what the service says and when it is asked.
+"""Which engine a completion is asked of, by what the service says, and when it is asked again. Engines are made up.
 
-Not covered: what engines answer (`test_api.py`, and the tests with fleets).
+Real ones: `test_draining_on_vllm.py`, `test_faults.py`.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 
 from tests.test_ledger import engine
 from weightsync.client.rollouts import Rollouts
-from weightsync.errors import NoEngineReady
+from weightsync.errors import EngineUpdating, NoEngineReady, ServiceUnreachable, WeightSyncError
 from weightsync.protocol import EngineState, EngineStatus
+from weightsync.results import Generation
 
 
 def rollouts(*says: tuple[EngineStatus, ...]) -> tuple[Rollouts, list[tuple[EngineStatus, ...]]]:
@@ -38,3 +42,58 @@ def test_none_is_said_to_serve_by_a_list_that_was_asked_for_just_now() -> None:
     assert asking.generate([1], {}, 1.0, None).engine == 0
     with pytest.raises(NoEngineReady, match="no engine serves as engine 1: 0 quarantined"):
         asking.generate([1], {}, 1.0, 1)
+
+
+ANSWER = {"choices": [{"token_ids": [1], "weight_versions": [], "finish_reason": "length"}]}
+UPDATING = EngineUpdating("it is being updated", hint="in a moment")
+
+
+class Engines:
+    """Two engines that serve; each answers with the next of its script, and well when that is used up."""
+
+    def __init__(self, *scripts: list[WeightSyncError]) -> None:
+        self.scripts, self.asked = list(scripts), list[int]()
+        self.rollouts = Rollouts(self, lambda: tuple(replace(engine(o, 4), url=f"http://{o}") for o in range(len(scripts))))  # type: ignore[arg-type]
+
+    def request(self, method: str, url: str, body: Any, timeout_seconds: float) -> Any:
+        ordinal = int(url.removeprefix("http://")[0])
+        self.asked.append(ordinal)
+        if self.scripts[ordinal]:
+            raise WeightSyncError.from_dict(self.scripts[ordinal].pop(0).to_dict())
+        return ANSWER
+
+    def generate(self, only: int | None = None, seconds: float = 5.0) -> Generation:
+        return self.rollouts.generate([1, 2], {}, seconds, only)
+
+
+def test_another_engine_is_asked_at_once_when_one_is_being_updated() -> None:
+    engines, began = Engines([UPDATING], []), time.monotonic()
+    assert (engines.generate().engine, engines.asked) == (1, [0, 1])
+    assert time.monotonic() - began < 0.04, "nothing to wait for"
+
+
+@pytest.mark.parametrize("only", [None, 1])
+def test_engines_that_are_being_updated_are_asked_again_in_a_moment(only: int | None) -> None:
+    engines, began = Engines([UPDATING] * 3, [UPDATING] * 3), time.monotonic()
+    assert engines.generate(only).finish_reason == "length"
+    assert 0.05 + 0.1 <= time.monotonic() - began < 1.5
+    assert len(engines.asked) == (7 if only is None else 4)
+
+
+@pytest.mark.parametrize(("other", "kind"), [(ServiceUnreachable("gone"), NoEngineReady), (NoEngineReady("pending"), NoEngineReady)])
+def test_one_that_is_gone_or_out_is_not_asked_again_with_them(other: WeightSyncError, kind: Callable[..., Any]) -> None:
+    engines = Engines([UPDATING, UPDATING], [other])
+    assert engines.generate().engine == 0
+    assert engines.asked.count(1) == 1
+    with pytest.raises(NoEngineReady) as caught:
+        Engines([other], [other]).generate()
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("only", [None, 0])
+def test_waiting_ends_with_the_deadline_and_says_that_they_are_being_updated(only: int | None) -> None:
+    engines, began = Engines([UPDATING] * 99, [UPDATING] * 99), time.monotonic()
+    with pytest.raises(EngineUpdating) as caught:
+        engines.generate(only, seconds=0.4)
+    assert time.monotonic() - began < 0.4
+    assert caught.value.retryable and caught.value.engine in (0, 1) and caught.value.hint == "in a moment"

@@ -291,3 +291,26 @@ def test_an_engine_that_is_told_it_came_too_late_serves_nothing_until_the_next_u
     assert engine.update(2)["committed"]
     engine.require(2)
     assert weights(2)
+
+
+# --- what engines say before a wave ---------------------------------------------------------------
+
+
+def test_before_a_wave_engines_are_asked_themselves_and_who_is_silent_is_not_waited_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module, "_TIMEOUT_SECONDS", 0.3)
+
+    def describes(state: EngineState) -> Handle:
+        return Handle(describe=says({"status": encode(engine(0, 3, state))}))
+
+    handles = describes(EngineState.QUARANTINED), describes(EngineState.SERVING), Handle(describe=never), Handle(describe=dies), Handle()
+    roster, ledger = roster_of(tmp_path, *handles)
+    for ordinal in range(4):
+        ledger.see(engine(ordinal, 3))  # as the ledger has them, which stands still while an update is applied
+    del roster._handles[4]
+    wanted = {0: EngineState.QUARANTINED, 1: EngineState.SERVING, 2: None, 3: EngineState.DEAD, 4: EngineState.DEAD}
+    assert asyncio.run(roster.states()) == wanted
+    ledger.lose(2, "deadline")
+    began = time.monotonic()
+    assert asyncio.run(roster.states()) == wanted and time.monotonic() - began < 0.2

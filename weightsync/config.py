@@ -164,12 +164,22 @@ class SyncSettings(_Section):
     """Deadline of one short call to an engine: begin, poll, abort, pause, resume."""
     apply_timeout_seconds: float = Field(default=300.0, gt=0)
     """Deadline of writing the weights and proving them in one engine."""
+    drain_timeout_seconds: float = Field(default=60.0, gt=0)
+    """With in_flight = wait: how long an engine's requests may take to end; those that have not are kept."""
     history: int = Field(default=200, ge=1, le=10_000)
     """How many finished updates the ledger keeps."""
     stage: Literal["auto", "host", "gpu", "none"] = "auto"
     """Where an update waits beside the live weights until all of it is there; auto takes the GPU if half of its free memory is
     enough; on a CPU each is the host.
     With none it takes no memory, and engines stand still while it arrives: one that fails in between leaves them in quarantine."""
+    min_available: int = Field(default=0, ge=0)
+    """Never fewer than so many engines serving while an update is written: as many as there are above it are written at a time. Those
+    whose turn never comes, since others failed, serve on and are brought up later. 0: all at once."""
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
+    """What becomes of requests that an engine runs when it is to be written: frozen meanwhile and kept; they end first; or they are
+    ended with an error that says to come again."""
+    new_requests: Literal["wait", "refuse"] = "wait"
+    """What becomes of those that come while an engine drains or is written: they wait, or get an error that says to come again."""
     rollback: Literal["off", "host"] = "off"
     """After an update that failed twice behind its first write: quarantine the engine until the next one, or bring the last committed
     update back, of which each worker then keeps a copy in host memory."""
@@ -194,11 +204,12 @@ class SyncSettings(_Section):
     interface: str = ""
     """Network interface of the broadcast over gloo; the one that leads to the store when empty. NCCL reads NCCL_SOCKET_IFNAME."""
 
-    @field_validator("rollback", "verify_stored")
+    @field_validator("rollback", "verify_stored", "min_available")
     @classmethod
-    def _needs_staged_bytes(cls, value: str | bool, others: ValidationInfo) -> str | bool:
-        if value not in ("off", False) and others.data.get("stage") == "none":
-            raise ValueError("off, as sync.stage is none: bytes that were not staged are gone")
+    def _needs_staged_bytes(cls, value: str | int, others: ValidationInfo) -> str | int:
+        if value not in ("off", 0) and others.data.get("stage") == "none":
+            want = "0" if others.field_name == "min_available" else "off"
+            raise ValueError(f"{want}, as sync.stage is none: bytes that were not staged are gone")
         return value
 
 
@@ -243,6 +254,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "sync.caches: got 'salt' with a kv_transfer_config, want reset or retain: not every connector heeds cache_salt"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _some_engine_can_be_taken(self) -> Settings:
+        if self.sync.min_available >= self.engine.count:
+            raise ValueError(f"sync.min_available: got {self.sync.min_available}, want fewer than the {self.engine.count} of engine.count")
         return self
 
     @property

@@ -13,12 +13,14 @@
     │   ├── UpdateConflict     another update is under way; names it
     │   ├── MemoryRefused      staging or a bucket would not fit
     │   └── NoEngineReady      no engine can take the request
+    │       └── EngineUpdating  it is being updated, and takes none meanwhile
     ├── UpdateFailed           the update began and did not commit
     │   ├── TransportFailed    the broadcast broke or a peer died
     │   ├── DigestMismatch     bytes arrived that were not sent
     │   ├── BadValues          NaN, infinity, or more than the engine's dtype holds
     │   ├── ApplyFailed        the engine could not load the bytes
     │   ├── VerdictNotOk       loaded, and the proof failed: the engine is quarantined
+    │   ├── HeldBack           an engine was not written, since too few others serve
     │   └── Aborted            somebody ended the update
     ├── DeadlineExceeded       the call's own deadline passed
     ├── EngineDied             an engine's process is gone
@@ -190,6 +192,12 @@ class NoEngineReady(Refused):
     code, http_status, retryable_by_default = "no_engine_ready", 503, True
 
 
+class EngineUpdating(NoEngineReady):
+    """An engine takes no request while it is being updated, or ended this one for it; in a moment it serves again."""
+
+    code = "engine_updating"
+
+
 class UpdateFailed(WeightSyncError):
     """The update began and did not commit; engines serve the version they had, or are quarantined."""
 
@@ -224,6 +232,12 @@ class VerdictNotOk(UpdateFailed):
     """The bytes were loaded and the proof failed; the engine is quarantined."""
 
     code = "verdict_not_ok"
+
+
+class HeldBack(UpdateFailed):
+    """An engine was not taken out of service for the update, since too few others serve; it serves what it had."""
+
+    code = "held_back"
 
 
 class Aborted(UpdateFailed):

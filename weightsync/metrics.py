@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import HeldBack, WeightSyncError
 from weightsync.protocol import PROTOCOL_VERSION, EngineState, EngineStatus, UpdateState, UpdateStatus
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class Recorder:
             "weightsync_second_tries", "Applies that an engine tried once more, and how the engine came out.", ["outcome"], **new
         )
         self._rollbacks = Counter("weightsync_rollbacks", "Engines that an update failed in and that went back to their version.", **new)
+        self._held_back = Counter("weightsync_held_back_engines", "Engines not written, since too few others would have served.", **new)
+        self._in_flight = Counter(
+            "weightsync_requests_at_commit", "Requests in flight that an engine ended, or kept behind its deadline.", ["outcome"], **new
+        )
         self._rejoins = Counter(
             "weightsync_rejoins", "Engines brought to the committed version by another one, and how it ended.", ["outcome"], **new
         )
@@ -92,6 +96,9 @@ class Recorder:
                 self._pause.observe(verdict.pause_seconds)
             if tries := verdict.checks.get("second_tries", 0):
                 self._tries.labels("committed" if verdict.committed else "failed").inc(tries)
+            self._held_back.inc((verdict.error or {}).get("code") == HeldBack.code)
+            for outcome in ("ended", "kept"):
+                self._in_flight.labels(outcome).inc(verdict.checks.get(f"requests_{outcome}", 0))
             self._rollbacks.inc(verdict.checks.get("rolled_back", 0))
         if update.state == UpdateState.COMMITTED:
             self._bytes.inc(update.nbytes)

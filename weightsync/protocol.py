@@ -36,7 +36,7 @@ class Phase(enum.StrEnum):
     ADMIT = "admit"
     RECEIVE = "receive"
     STAGE = "stage"
-    PAUSE = "pause"
+    DRAIN, PAUSE = "drain", "pause"
     APPLY = "apply"
     VERIFY = "verify"
     ROLLBACK = "rollback"
@@ -62,7 +62,7 @@ class EngineState(enum.StrEnum):
 
     PENDING = "pending"  # holds no committed version yet
     SERVING = "serving"
-    UPDATING = "updating"  # paused, weights being written
+    UPDATING = "updating"  # drained, paused, weights being written
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
     LEAVING = "leaving"  # lets its requests end, and is gone then

@@ -24,7 +24,8 @@ from weightsync.api.discovery import targets
 from weightsync.api.health import readiness
 from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
-from weightsync.fleet.gate import bound, has_token, refuse
+from weightsync.fleet.gate import bound, has_token
+from weightsync.fleet.inside import refuse
 from weightsync.protocol import MAX_VERSION, FleetStatus
 
 #: How long health may wait for the controller, seconds.

@@ -1,7 +1,9 @@
 """Rollouts: a completion from an engine that serves the committed version.
 
 Requests go straight to the engines' own addresses; the service is asked for
-them once and again when an engine refuses or is gone, or falls behind: it may be pinned now.
+them once and again when an engine refuses or is gone, or falls behind: it may be pinned now. One
+that is being updated, and takes none meanwhile or has ended this one, is asked again in a moment
+if no other engine serves.
 
 Not covered: streaming, and text (token ids in, token ids out).
 """
@@ -10,13 +12,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from weightsync.client.http import Http
-from weightsync.errors import EngineDied, GenerationFailed, NoEngineReady, ServiceUnreachable, WeightSyncError
+from weightsync.errors import EngineDied, EngineUpdating, GenerationFailed, NoEngineReady, ServiceUnreachable, WeightSyncError
 from weightsync.protocol import EngineState, EngineStatus
 from weightsync.results import Generation, VersionSpan
+
+#: How long a request waits before it goes to engines again that are being updated: at first, and at most.
+_FIRST_WAIT_SECONDS, _MOST_WAIT_SECONDS = 0.05, 1.0
 
 
 class Rollouts:
@@ -42,24 +48,32 @@ class Rollouts:
     def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], timeout_seconds: float, engine: int | None, pin: str | None = None
     ) -> Generation:
-        """One completion; tries each serving engine at most once.
+        """One completion; tries each serving engine at most once, and again those that are being updated.
 
         Args:
+            timeout_seconds: of one answer; no engine is tried again behind it.
             engine: ask this one alone.
             pin: ask those alone that this pin holds.
 
         Raises:
             NoEngineReady: none serves, or the one asked for does not, or no engine bears the pin.
+            EngineUpdating: all that serve are being updated, and time is over.
             EngineDied: the engine asked for went away during the request.
             GenerationFailed: an engine answered with an error of its own.
         """
-        tried: set[int] = set()
+        tried, updating = set[int](), _Updating(time.monotonic() + timeout_seconds)
         while True:
-            chosen = self._choose(engine, pin, tried)
+            try:
+                chosen = self._choose(engine, pin, tried)
+            except NoEngineReady as exc:
+                tried -= updating.wait(exc)
+                continue
             tried.add(chosen.engine)
             body = {"token_ids": list(token_ids), "sampling_params": sampling, "model": chosen.model}
             try:
                 answer = self._http.request("POST", f"{chosen.url}/inference/v1/generate", body, timeout_seconds)
+            except EngineUpdating as exc:
+                updating.met(chosen.engine, exc)
             except (ServiceUnreachable, NoEngineReady) as exc:
                 self.forget()
                 if engine is not None:
@@ -74,13 +88,14 @@ class Rollouts:
                         continue
                     raise GenerationFailed(exc.message, engine=chosen.engine, hint="Check the prompt and the sampling parameters") from None
                 raise
-            made = _generation(answer, chosen.engine)
-            if pin is not None and any(span.version != chosen.version for span in made.versions):
-                self.forget()  # it was unpinned, or its process has restarted, and it serves something else
-                continue
-            if pin is None and engine is None:
-                self._note(made)
-            return made
+            else:
+                made = _generation(answer, chosen.engine)
+                if pin is not None and any(span.version != chosen.version for span in made.versions):
+                    self.forget()  # it was unpinned, or its process has restarted, and it serves something else
+                    continue
+                if pin is None and engine is None:
+                    self._note(made)
+                return made
 
     def _note(self, made: Generation) -> None:
         with self._lock:
@@ -111,6 +126,37 @@ class Rollouts:
         able = [e for e in self._known if e.url and e.version is not None and e.state in (EngineState.SERVING, EngineState.UPDATING)]
         able = [e for e in able if e.engine not in tried and engine in (None, e.engine)]
         return able if pin is None and engine is not None else [e for e in able if e.pinned == (pin or "")]
+
+
+class _Updating:
+    """Engines that one request met while they were being updated.
+
+    Args:
+        until: `time.monotonic()` value behind which none is tried again.
+    """
+
+    def __init__(self, until: float) -> None:
+        self._until, self._seconds = until, _FIRST_WAIT_SECONDS
+        self._met: dict[int, EngineUpdating] = {}
+
+    def met(self, engine: int, error: EngineUpdating) -> None:
+        self._met[engine] = EngineUpdating(error.message, engine=engine, hint=error.hint)
+
+    def wait(self, no_other: NoEngineReady) -> set[int]:
+        """No other engine is left: wait a little. Those to try again.
+
+        Raises:
+            NoEngineReady: what is given, when there are none.
+            EngineUpdating: time is over.
+        """
+        if not self._met:
+            raise no_other
+        if time.monotonic() + self._seconds > self._until:
+            raise next(iter(self._met.values())) from None
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _MOST_WAIT_SECONDS)
+        again, self._met = set(self._met), {}
+        return again
 
 
 def _generation(answer: dict[str, Any], engine: int) -> Generation:

@@ -42,7 +42,7 @@ _FIXED: dict[str, tuple[str, ...]] = {
     "engine": (),
     "ray": (),
     "api": ("host", "max_request_bytes"),
-    "sync": ("caches", "stage", "rollback", "verify_stored", "local", "retain_folder"),
+    "sync": ("caches", "stage", "rollback", "verify_stored", "local", "retain_folder", "in_flight", "new_requests"),
 }
 _STOP_SECONDS = 20.0
 _GRACE_SECONDS = 5.0

@@ -6,9 +6,8 @@ controller learns versions from what the engines report.
 
 An update: `admit` (every worker says yes before a byte moves) → the trainer
 broadcasts while `_watch` polls → `commit` (all engines pause, apply, verify,
-resume, at once) → verdicts. Whatever fails before `commit` costs nothing.
+resume, at once or in waves) → verdicts. Whatever fails before `commit` costs nothing.
 
-Not covered: committing in waves.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Controller:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = config.restore(settings)
         sync = self._settings.sync
-        self._ledger = Ledger(sync.require, sync.history)
+        self._ledger = Ledger(sync.require, sync.history, sync.min_available)
         self._recorder = Recorder()
         self._recorder.build(weightsync.__version__)
         self._store: Any = None
@@ -271,8 +270,8 @@ class Controller:
 
     async def _apply(self, update: Update) -> None:
         began = time.monotonic()
-        verdicts = await asyncio.gather(*(self._roster.commit(update, ordinal) for ordinal in update.engines))
-        for phase in (Phase.PAUSE, Phase.APPLY, Phase.VERIFY, Phase.ROLLBACK, Phase.RESUME):
+        verdicts = await self._roster.commit_all(update)
+        for phase in (Phase.DRAIN, Phase.PAUSE, Phase.APPLY, Phase.VERIFY, Phase.ROLLBACK, Phase.RESUME):
             if times := [v.seconds[phase] for v in verdicts if phase in v.seconds]:
                 update.seconds[phase] = max(times)
         update.seconds["commit"] = time.monotonic() - began

@@ -3,7 +3,7 @@
 Answers about itself from its own event loop, whatever its workers do. Holds its
 committed version and update id. An update is told to it in short calls (`begin`,
 `poll`, `abort`) and one long one (`commit`): pause, apply, verify, caches,
-version, resume. What fails behind the first write is tried once more, or undone (see
+version, resume; before it requests end, where they shall (`draining`). What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`); pinned it serves what it has
 and takes none (`holding`).
@@ -31,10 +31,12 @@ from weightsync.codec import decode, encode
 from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError
 from weightsync.fleet import placement, vllm_api
 from weightsync.fleet.calls import answers
+from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate
 from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
-from weightsync.fleet.ledger import LATE, other_base
+from weightsync.fleet.ledger import LATE
+from weightsync.fleet.left_out import other_base
 from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import Salt
@@ -82,6 +84,7 @@ class EngineActor(Handing, Holding, Resting):
         self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
         self._told: dict[str, tuple[str, bool]] = {}  # of an update: that whose bytes it brings again, and whether to keep it
         self._sleeping, self._resting = Sleeping(), asyncio.Lock()
+        self._draining = Draining(ordinal, self._settings.sync)
 
     @answers
     async def start(self) -> dict[str, Any]:
@@ -133,7 +136,8 @@ class EngineActor(Handing, Holding, Resting):
 
     async def _settled_version(self) -> int | None:
         """The version that a request which begins now is computed with; waits while one is being applied."""
-        await self._settled.wait()
+        if not self._draining.under_way:
+            await self._settled.wait()
         return self._version
 
     @answers
@@ -259,6 +263,7 @@ class EngineActor(Handing, Holding, Resting):
             return verdict
         finally:
             self._settled.set()
+            self._draining.go_on(self._gate)
 
     async def _commit(self, update_id: str, version: int) -> EngineVerdict:
         before, self._ran = (self._state, self._reason), False
@@ -271,6 +276,9 @@ class EngineActor(Handing, Holding, Resting):
             once = self._settings.engine.strict or self._settings.sync.stage == "none"
             most = self._settings.sync.apply_timeout_seconds / 2
             transaction = Transaction(engine, update_id, tries=1 if once else 2, seconds_for_all=most)
+            if self._draining.acts:
+                await transaction.drain(self._draining.make_way(self._gate))
+                began = time.monotonic()
             await transaction.pause()
             await transaction.bring()
             transaction.phase = Phase.RESUME

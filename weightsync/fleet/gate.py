@@ -4,27 +4,24 @@ vLLM's application has some three dozen routes, among them ones that generate
 without a key and ones that change the engine. Only the four below pass, only
 with the fleet's token, and only while the engine holds a committed version.
 While an update is applied requests pass and wait inside vLLM (under
-`sync.caches = salt` in `salt`). When an engine goes out of service vLLM ends those that
+`sync.caches = salt` in `salt`), or are held back or refused here (`draining`). When an engine goes out of service vLLM ends those that
 it knows; one that stands in its tokenisation would reach a paused engine behind that and
 wait for the next update. So whatever has not ended shortly after is ended here.
 
-Not covered: rate limits.
+Not covered: rate limits; a client that leaves while its request is held back (vLLM is told when it passes).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, Literal
 
-from weightsync.errors import AuthError, NoEngineReady, Refused, WeightSyncError
+from weightsync.errors import AuthError, EngineUpdating, NoEngineReady, Refused, WeightSyncError
+from weightsync.fleet.inside import Inside, Receive, Request, Scope, Send, refuse
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
+_AGAIN = "Ask another engine now, or this one in a moment"
 #: How long vLLM has to answer the requests that it ended.
 _ANSWERED_SECONDS = 1.0
 
@@ -44,11 +41,17 @@ class Gate:
         token: the only bearer token that passes.
         refusal: None while the engine may serve, else why not.
         max_request_bytes: largest body.
+
+    Attributes:
+        inside: requests that have passed and have not been answered.
     """
 
     def __init__(self, app: Any, token: str, refusal: Callable[[], str | None], max_request_bytes: int) -> None:
         self._app, self._token, self._refusal, self._limit = app, token.encode(), refusal, max_request_bytes
-        self._inside: set[asyncio.Task[None]] = set()
+        self.inside = Inside()
+        self._refuses_new = False
+        self._open = asyncio.Event()  # unset while new requests are held back
+        self._open.set()
         self._ending: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,53 +68,56 @@ class Gate:
                 f"{scope['method']} {scope['path'][:100]} is not served here", hint=f"Served: {sorted(path for _, path in ALLOWED)}"
             )
             await refuse(error, send, 404)
-        elif (reason := self._refusal()) is not None:
-            await _refuse_now(reason, send)
+        elif (reason := self._closed(scope)) is not None:
+            await refuse(reason, send)
         elif (bounded := await bound(scope, receive, self._limit)) is None:
             await refuse(Refused(f"the request is larger than {self._limit} bytes"), send, 413)
-        elif (reason := self._refusal()) is not None:  # since the body began to come; a paused engine would keep the request for ever
-            await _refuse_now(reason, send)
+        elif (reason := await self._turn(scope)) is not None:  # since the body began to come; a paused engine would keep it for ever
+            await refuse(reason, send)
         else:
             await self._pass(scope, bounded, send)
 
+    def _closed(self, scope: Scope) -> WeightSyncError | None:
+        """Why a request can't pass now, nor when those pass that are held back."""
+        if (reason := self._refusal()) is not None:
+            return _out_of_service(reason)
+        if self._refuses_new and _generates(scope):
+            return EngineUpdating("this engine is being updated (sync.new_requests = refuse)", hint=_AGAIN)
+        return None
+
+    async def _turn(self, scope: Scope) -> WeightSyncError | None:
+        """Wait while new requests are held back; then as `_closed`."""
+        while (error := self._closed(scope)) is None and _generates(scope) and not self._open.is_set():
+            await self._open.wait()
+        return error
+
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = False
+        request = Request(receive, send)
+        with self.inside.holding(request):
+            answered = await request.run(self._app, scope)
+        if not answered:
+            await refuse(_out_of_service(self._refusal() or "it went out of service"), send)
 
-        async def noting(message: MutableMapping[str, Any]) -> None:
-            nonlocal began
-            began = True
-            await send(message)
+    def hold(self, new_requests: Literal["wait", "refuse"]) -> None:
+        """Let no new request pass until `release`: they wait, or get an error that says to come again."""
+        self._refuses_new = new_requests == "refuse"
+        self._open.clear()
 
-        inside = asyncio.ensure_future(self._app(scope, receive, noting))
-        self._inside.add(inside)
-        try:
-            await asyncio.wait([inside])
-        finally:
-            self._inside.discard(inside)
-            if not inside.done():  # the server gave the request up
-                inside.cancel()
-        if not inside.cancelled():
-            inside.result()
-        elif not began:
-            await _refuse_now(self._refusal() or "it went out of service", send)
-        # An answer that has begun and does not go on: the connection breaks off, which its reader can tell from an end.
-
-    @property
-    def inside(self) -> int:
-        """Requests that have passed and whose answers are not out."""
-        return len(self._inside)
+    def release(self) -> None:
+        self._refuses_new = False
+        self._open.set()
 
     def end_soon(self) -> None:
         """Out of service: end what has passed and has not been answered when vLLM's own answers are out."""
         if self._ending is not None:
             self._ending.cancel()
-        passed = tuple(self._inside)
+        passed = tuple(self.inside)
         self._ending = asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, self._end, passed)
 
-    def _end(self, passed: tuple[asyncio.Task[None], ...]) -> None:
+    def _end(self, passed: tuple[Request, ...]) -> None:
         if self._refusal() is not None:  # else an update has come meanwhile, and they go on
-            for inside in passed:
-                inside.cancel()
+            for request in passed:
+                request.cancel()
 
 
 def has_token(scope: Scope, token: bytes) -> bool:
@@ -149,16 +155,9 @@ def header(scope: Scope, name: bytes) -> bytes:
     return value
 
 
-async def _refuse_now(reason: str, send: Send) -> None:
-    hint = "Ask another engine, or try again after the next update"
-    await refuse(NoEngineReady(f"this engine does not serve now: {reason}", hint=hint), send)
+def _generates(scope: Scope) -> bool:
+    return bool(scope["method"] == "POST")
 
 
-async def refuse(error: WeightSyncError, send: Send, status: int | None = None) -> None:
-    """Answer an HTTP request with an error, under its own status or the one given."""
-    body = json.dumps({"error": error.to_dict()}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.retryable:
-        headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": status or error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _out_of_service(reason: str) -> NoEngineReady:
+    return NoEngineReady(f"this engine does not serve now: {reason}", hint="Ask another engine, or try again after the next update")

@@ -11,7 +11,7 @@ very update which brought that version are left out, and need a complete update:
 call fails, or goes on without them, by `require`. Engines that are pinned are in the
 book and in nothing else: no update is for them, and none waits for them.
 
-Not covered: who is pinned (`pinning`), waves.
+Not covered: who is pinned (`pinning`), and who is written when (`waves`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.fleet.left_out import WHOLE, absent, other_base
 from weightsync.fleet.record import Update as Update
+from weightsync.fleet.waves import require_room
 from weightsync.protocol import (
     EngineState,
     EngineStatus,
@@ -30,7 +32,6 @@ from weightsync.protocol import (
     UpdateState,
 )
 
-_WHOLE = "Send a complete update, without a scope"
 #: Reason of an engine that serves nothing since its commit was answered too late.
 LATE = "late_commit"
 
@@ -41,10 +42,11 @@ class Ledger:
     Args:
         require: engines that must commit for an update to count; all that are not pinned when None.
         history: how many ended updates are kept.
+        min_available: engines that must go on serving while an update is written.
     """
 
-    def __init__(self, require: int | None, history: int) -> None:
-        self._require, self._history = require, history
+    def __init__(self, require: int | None, history: int, min_available: int = 0) -> None:
+        self._require, self._history, self._min_available = require, history, min_available
         self.engines: dict[int, EngineStatus] = {}
         self.committed_version: int | None = None
         self.committed_update: str | None = None  # that brought it
@@ -87,6 +89,11 @@ class Ledger:
         """Whether an engine serves what the update brought that the committed version is of."""
         held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self.committed_update
         return held and engine.state == EngineState.SERVING
+
+    @property
+    def states(self) -> dict[int, EngineState]:
+        """What engines do that stay and follow."""
+        return {e.engine: e.state for e in self.engines.values() if e.engine not in self.leaving and not e.pinned}
 
     @property
     def _reached(self) -> tuple[int, int]:
@@ -194,7 +201,7 @@ class Ledger:
             Refused: this one has ended.
             UpdateConflict: another one is under way.
             VersionRefused: the version does not rise.
-            EngineDied, NoEngineReady: fewer engines than `require` can take part.
+            EngineDied, NoEngineReady: fewer engines than `require` can take part, or be taken out of service.
             BaseRefused: it has a scope, and fewer engines than `require` hold what it builds on.
         """
         self.repeated(request)
@@ -211,7 +218,8 @@ class Ledger:
         if request.scope:
             self._build_on_base(update)
         known = {*update.engines, *(verdict.engine for verdict in update.left_out)}
-        update.left_out += tuple(_absent(engine) for o, engine in sorted(self.engines.items()) if o not in known and not engine.pinned)
+        update.left_out += tuple(absent(engine) for o, engine in sorted(self.engines.items()) if o not in known and not engine.pinned)
+        require_room(update.engines, self.states, self._min_available, self.require)
         self._updates[request.update_id] = update
         return update
 
@@ -259,7 +267,7 @@ class Ledger:
         if base is None or wanted != base:
             holds = "no committed version" if base is None else f"version {base}"
             said = "a committed version" if wanted is None else f"version {wanted}"
-            raise BaseRefused(f"the update builds on {said}, and the fleet holds {holds}", hint=_WHOLE, update_id=request.update_id)
+            raise BaseRefused(f"the update builds on {said}, and the fleet holds {holds}", hint=WHOLE, update_id=request.update_id)
         holders, others = list[int](), dict[int, BaseRefused]()
         for engine in (self.engines[ordinal] for ordinal in update.engines):
             if self._holds(engine):
@@ -270,7 +278,7 @@ class Ledger:
             message = (
                 f"{'; '.join(e.message for e in others.values())}. {self.require} must commit and {len(holders)} can. Nothing was changed"
             )
-            raise BaseRefused(message, hint=_WHOLE, engine=next(iter(others)), update_id=request.update_id)
+            raise BaseRefused(message, hint=WHOLE, engine=next(iter(others)), update_id=request.update_id)
         update.engines, update.base_version, update.base_update = tuple(holders), base, self.committed_update or ""
         update.left_out = tuple(
             EngineVerdict(ordinal, False, self.engines[ordinal].version, self.engines[ordinal].state, error=error.to_dict())
@@ -316,27 +324,6 @@ class Ledger:
     def _trim(self) -> None:
         while len(self._updates) > self._history:
             self._updates.popitem(last=False)
-
-
-def other_base(engine: EngineStatus, version: int | None, update_id: str | None) -> BaseRefused:
-    """What to say of an engine that does not hold what an update builds on."""
-    holds = "no version" if engine.version is None else f"version {engine.version} (update {engine.update_id})"
-    return BaseRefused(
-        f"engine {engine.engine} is {engine.state} with {holds}, and the update builds on version {version} (update {update_id})",
-        hint=_WHOLE,
-        engine=engine.engine,
-    )
-
-
-def _absent(engine: EngineStatus) -> EngineVerdict:
-    """Of an engine that an update goes on without."""
-    kind = {EngineState.ASLEEP: NoEngineReady, EngineState.UPDATING: UpdateConflict}.get(engine.state, EngineDied)
-    error = kind(
-        f"engine {engine.engine} was {engine.state} ({engine.reason}) when the update began, and took no part",
-        hint="It takes part again when it answers, is awake, and applies nothing",
-        engine=engine.engine,
-    )
-    return EngineVerdict(engine.engine, False, engine.version, engine.state, error=error.to_dict())
 
 
 def _rank(engine: EngineStatus) -> tuple[int, int]:

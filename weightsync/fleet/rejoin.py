@@ -4,7 +4,8 @@ An engine that was restarted, has been added, woke from a deep sleep, was quaran
 missed an update is brought up to the fleet by the ordinary path: begin, receive, commit,
 verdict; an engine that keeps the update (`handing`) sends in the trainer's place. Several
 take part at once. The trainer goes first: what it begins ends a rejoin that is still receiving
-and waits for one that is being applied.
+and waits for one that is being applied; of that no further wave begins. Engines that serve an older version are
+taken out of service only as far as `sync.min_available` allows.
 
 Not covered: a committed version that too few engines reached: whether it counts its trainer decides.
 """
@@ -19,11 +20,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weightsync.codec import decode, encode
 from weightsync.config import SyncSettings
-from weightsync.errors import DeadlineExceeded, UpdateConflict, WeightSyncError
+from weightsync.errors import DeadlineExceeded, HeldBack, UpdateConflict, WeightSyncError
+from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
 from weightsync.fleet.roster import Roster
+from weightsync.fleet.waves import reachable
+from weightsync.protocol import CommunicatorInfo, EngineVerdict, UpdateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +36,42 @@ _POLL_SECONDS = 0.03
 #: An engine that fails to rejoin is tried again so often, at growing distances; then it waits for the next update.
 _TRIES = 5
 _FIRST_WAIT_SECONDS = 1.0
+
+
+class Giver:
+    """An engine that keeps an update and hands it on.
+
+    Args:
+        ordinal: its own.
+        handle: its actor.
+        wait: deadline of a short call, seconds.
+    """
+
+    def __init__(self, ordinal: int, handle: Any, wait: float) -> None:
+        self.ordinal, self._handle, self._wait = ordinal, handle, wait
+
+    async def offer(self, update_id: str, name: str, seconds: float) -> UpdateRequest:
+        """What it keeps of an update, as the request of another one of this name.
+
+        Raises:
+            WeightSyncError: it keeps another one, or does not answer.
+        """
+        answer = await call(self._handle.offer, update_id, name, seconds, timeout_seconds=self._wait, engine=self.ordinal)
+        return await asyncio.to_thread(decode, UpdateRequest, answer)
+
+    async def hand_on(self, name: str, communicator: CommunicatorInfo, seconds: float) -> None:
+        """Have it send; returns when it has sent all.
+
+        Raises:
+            WeightSyncError: see `Handing.hand_on`.
+        """
+        most = seconds + self._wait
+        await call(self._handle.hand_on, name, encode(communicator), seconds, timeout_seconds=most, engine=self.ordinal)
+
+    async def call_off(self, name: str) -> None:
+        """Have it leave the workers of an update that has ended; tried once, since it has deadlines of its own."""
+        with contextlib.suppress(WeightSyncError):
+            await call(self._handle.call_off, name, timeout_seconds=self._wait, engine=self.ordinal)
 
 
 class Rejoin:
@@ -44,7 +85,7 @@ class Rejoin:
     def __init__(self, roster: Roster, ledger: Ledger, membership: Membership, sync: SyncSettings, ended: Callable[[str], None]) -> None:
         self._roster, self._ledger, self._membership, self._sync, self._ended = roster, ledger, membership, sync, ended
         self._task: asyncio.Task[None] | None = None
-        self._applying = False
+        self._applying = self._yields = False
         self.name = ""  # of the update under way
         self._failures: dict[int, tuple[str, str, int, float]] = {}  # engine: incarnation, update, tries, not before
 
@@ -54,11 +95,14 @@ class Rejoin:
 
     def look(self) -> None:
         """Begin to bring whom there is to bring, if nothing else is under way."""
-        giver = self._ledger.giver()
-        if giver is None or self.busy or self._ledger.current is not None:
+        ordinal = self._ledger.giver()
+        if ordinal is None or self.busy or self._ledger.current is not None:
             return
-        takers = {engine: update_id for engine, update_id in self._ledger.lacking().items() if self._due(engine, update_id)}
+        lacking = {engine: update_id for engine, update_id in self._ledger.lacking().items() if self._due(engine, update_id)}
+        takers = {engine: lacking[engine] for engine in reachable(sorted(lacking), self._ledger.states, self._sync.min_available)}
         if takers:
+            self._yields = False
+            giver = Giver(ordinal, self._roster.handle(ordinal), self._sync.control_timeout_seconds)
             self._task = asyncio.create_task(self._bring(giver, takers))
 
     async def give_way(self) -> None:
@@ -69,6 +113,7 @@ class Rejoin:
         """
         if not self.busy or self._task is None:
             return
+        self._yields = True
         if not self._applying:
             self._task.cancel()
         done, _ = await asyncio.wait([self._task], timeout=self._sync.control_timeout_seconds)
@@ -77,7 +122,7 @@ class Rejoin:
 
     # --- one rejoin ------------------------------------------------------------------------------
 
-    async def _bring(self, giver: int, takers: Mapping[int, str]) -> None:
+    async def _bring(self, giver: Giver, takers: Mapping[int, str]) -> None:
         name, kept = f"rejoin-{uuid.uuid4().hex}", next(iter(takers.values()))
         self.name = name
         seconds = self._sync.apply_timeout_seconds
@@ -86,18 +131,11 @@ class Rejoin:
             update = await self._offered(giver, kept, name, seconds, tuple(sorted(takers)))
             assert update.communicator is not None
             await self._begin(update, kept)
-            sending = asyncio.create_task(self._roster.hand_on(giver, name, update.communicator, seconds))
+            sending = asyncio.create_task(giver.hand_on(name, update.communicator, seconds))
             await self._received(update, sending, time.monotonic() + seconds)
             self._applying = True
-            verdicts = await asyncio.gather(*(self._roster.commit(update, engine) for engine in update.engines))
-            for verdict in verdicts:
-                self._ledger.rejoined(verdict, kept, update.rewinds)
-                if verdict.committed:
-                    self._failures.pop(verdict.engine, None)
-                    logger.warning("engine %d is at version %d again; engine %d had kept it", verdict.engine, update.request.version, giver)
-                else:
-                    self._failed(kept, [verdict.engine], (verdict.error or {}).get("message"))
-                self._ended("committed" if verdict.committed else "failed")
+            for verdict in await self._roster.commit_all(update, lambda: not self._yields):
+                self._enter(verdict, kept, update)
         except asyncio.CancelledError:
             self._ended("gave_way")
             await self._roster.abort(name)
@@ -115,10 +153,21 @@ class Rejoin:
                 sending.cancel()
                 with contextlib.suppress(BaseException):
                     await sending
-            await self._roster.call_off(giver, name)
+            await giver.call_off(name)
 
-    async def _offered(self, giver: int, kept: str, name: str, seconds: float, takers: tuple[int, ...]) -> Update:
-        request = await self._roster.offer(giver, kept, name, seconds)
+    def _enter(self, verdict: EngineVerdict, kept: str, update: Update) -> None:
+        self._ledger.rejoined(verdict, kept, update.rewinds)
+        error = verdict.error or {}
+        if verdict.committed:
+            self._failures.pop(verdict.engine, None)
+            logger.warning("engine %d is at version %d again; %s had kept it", verdict.engine, verdict.version, update.request.trainer_id)
+            self._ended("committed")
+        elif error.get("code") != HeldBack.code:  # else its turn comes when more engines serve
+            self._failed(kept, [verdict.engine], error.get("message"))
+            self._ended("failed")
+
+    async def _offered(self, giver: Giver, kept: str, name: str, seconds: float, takers: tuple[int, ...]) -> Update:
+        request = await giver.offer(kept, name, seconds)
         update = Update(request, takers, time.time(), rewinds=self._ledger.rewinds)
         _, places = self._roster.members(takers)
         update.communicator = self._membership.apart(request, {engine: len(those) for engine, those in places.items()})

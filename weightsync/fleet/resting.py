@@ -110,7 +110,7 @@ class Resting:
             return ended
 
     def _inside(self) -> int:
-        return self._gate.inside if self._gate is not None else 0
+        return len(self._gate.inside) if self._gate is not None else 0
 
     async def _rest(self, step: Coroutine[Any, Any, T]) -> T:
         """A step into or out of a sleep, behind whose failure nobody knows what the engine holds."""

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -26,18 +26,8 @@ from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, PinRe
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.reports import failure, telling
-from weightsync.protocol import (
-    BeginOrder,
-    CommunicatorInfo,
-    EngineState,
-    EngineStatus,
-    EngineVerdict,
-    Phase,
-    Place,
-    UpdateRequest,
-    UpdateState,
-    WorkerReport,
-)
+from weightsync.fleet.waves import held_back, next_wave
+from weightsync.protocol import BeginOrder, EngineState, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +79,7 @@ class Roster:
         self.ordinals.discard(ordinal)
         return self._handles.pop(ordinal, None)
 
-    def _handle(self, ordinal: int) -> Any:
+    def handle(self, ordinal: int) -> Any:
         """The actor's handle.
 
         Raises:
@@ -168,7 +158,7 @@ class Roster:
     async def _retire(self, status: EngineStatus) -> None:
         """Have an engine serve nothing until the next update; asked again with its next heartbeat if it does not answer."""
         with contextlib.suppress(WeightSyncError):
-            retire = self._handle(status.engine).retire
+            retire = self.handle(status.engine).retire
             await call(retire, status.update_id, timeout_seconds=_TIMEOUT_SECONDS, engine=status.engine)
 
     async def rest(self, engines: Sequence[int], level: int, timeout_seconds: float) -> None:
@@ -189,7 +179,7 @@ class Roster:
             raise PinRefused(f"level {level} drops weights, and pinned are: {about}", hint=hint, engine=pinned[0].engine)
 
         async def one(ordinal: int) -> None:
-            handle = self._handle(ordinal)
+            handle = self.handle(ordinal)
             method, args = (handle.sleep, (level,)) if level else (handle.wake, ())
             answer = await call(method, *args, timeout_seconds=timeout_seconds, engine=ordinal)
             status = decode(EngineStatus, answer["status"])
@@ -221,7 +211,7 @@ class Roster:
     async def _tell_pins(self, method: str, engines: Sequence[int], *args: Any) -> None:
         async def one(ordinal: int) -> None:
             seconds = self._sync.control_timeout_seconds
-            answer = await call(getattr(self._handle(ordinal), method), *args, timeout_seconds=seconds, engine=ordinal)
+            answer = await call(getattr(self.handle(ordinal), method), *args, timeout_seconds=seconds, engine=ordinal)
             self._ledger.see(decode(EngineStatus, answer["status"]))
 
         for failed in await asyncio.gather(*map(one, engines), return_exceptions=True):
@@ -257,39 +247,10 @@ class Roster:
             base_update=update.base_update,
         )
         try:
-            await self._reports(ordinal, self._handle(ordinal).begin, encode(order))
+            await self._reports(ordinal, self.handle(ordinal).begin, encode(order))
         except DeadlineExceeded as exc:
             self._lose(ordinal, exc.code)
             raise
-
-    # --- an engine that hands on what it keeps ---------------------------------------------------
-
-    async def offer(self, giver: int, update_id: str, name: str, seconds: float) -> UpdateRequest:
-        """What an engine keeps of an update, as the request of another one of this name.
-
-        Raises:
-            WeightSyncError: it keeps another one, or does not answer.
-        """
-        wait = self._sync.control_timeout_seconds
-        answer = await call(self._handle(giver).offer, update_id, name, seconds, timeout_seconds=wait, engine=giver)
-        return await asyncio.to_thread(decode, UpdateRequest, answer)
-
-    async def hand_on(self, giver: int, name: str, communicator: CommunicatorInfo, seconds: float) -> None:
-        """Have it send; returns when it has sent all.
-
-        Raises:
-            WeightSyncError: see `Handing.hand_on`.
-        """
-        wait = seconds + self._sync.control_timeout_seconds
-        await call(self._handle(giver).hand_on, name, encode(communicator), seconds, timeout_seconds=wait, engine=giver)
-
-    async def call_off(self, giver: int, name: str) -> None:
-        """Have it leave the workers of an update that has ended; tried once, since it has deadlines of its own."""
-        with contextlib.suppress(WeightSyncError):
-            wait = self._sync.control_timeout_seconds
-            await call(self._handle(giver).call_off, name, timeout_seconds=wait, engine=giver)
-
-    # --- the rest of one update ------------------------------------------------------------------
 
     async def late(self, update: Update, until: float) -> list[str]:
         """Engines that can't apply the update yet, in words; none when all can.
@@ -324,7 +285,7 @@ class Roster:
         """
         seconds = max(0.1, min(self._sync.control_timeout_seconds, until - time.monotonic()))
         try:
-            reports = await self._reports(ordinal, self._handle(ordinal).poll, seconds=seconds)
+            reports = await self._reports(ordinal, self.handle(ordinal).poll, seconds=seconds)
         except DeadlineExceeded as exc:
             if seconds == self._sync.control_timeout_seconds:
                 self._ledger.lose(ordinal, exc.code)  # its next heartbeat may show otherwise
@@ -341,18 +302,61 @@ class Roster:
         reports = (report for answer in found if not isinstance(answer, BaseException) for report in answer)
         return {report.update_id for report in reports if report.state in ("receiving", "staged")}
 
-    async def abort(self, update_id: str) -> None:
-        """End an update in all engines that answer; one that has not heard of it, or is applying it, goes on."""
-        most = self._sync.control_timeout_seconds
-        calls = (call(h.abort, update_id, timeout_seconds=self._patience(o, most), engine=o) for o, h in self._handles.items())
+    async def abort(self, update_id: str, ordinals: Sequence[int] = ()) -> None:
+        """End an update in these engines, or all, that answer; one that has not heard of it, or is applying it, goes on."""
+        most, chosen = self._sync.control_timeout_seconds, {o: self._handles[o] for o in ordinals or self._handles if o in self._handles}
+        calls = (call(h.abort, update_id, timeout_seconds=self._patience(o, most), engine=o) for o, h in chosen.items())
         await asyncio.gather(*calls, return_exceptions=True)
+
+    async def states(self) -> dict[int, EngineState | None]:
+        """What every engine that stays says that it does now, whatever update is under way; None for one that does not answer.
+
+        One that did not answer its last heartbeat is not waited for again, nor one that is on its way up.
+        """
+
+        async def ask(ordinal: int) -> EngineState | None:
+            if not known[ordinal].workers or known[ordinal].state == EngineState.DEAD:
+                return EngineState.DEAD if ordinal not in self._handles else None
+            try:
+                answer = await call(self.handle(ordinal).describe, timeout_seconds=_TIMEOUT_SECONDS, engine=ordinal)
+            except EngineDied:
+                return EngineState.DEAD
+            except WeightSyncError:
+                return None
+            return decode(EngineStatus, answer["status"]).state
+
+        known = {o: self._ledger.engines[o] for o in self._ledger.states}
+        return dict(zip(known, await asyncio.gather(*map(ask, known)), strict=True))
+
+    async def commit_all(self, update: Update, more: Callable[[], bool] = lambda: True) -> list[EngineVerdict]:
+        """Have the engines of an update apply it, wave after wave, `sync.min_available` serving meanwhile; the verdicts in that order.
+
+        Those whose turn does not come let the update go and serve on.
+
+        Args:
+            more: asked before each wave whether there shall be one.
+        """
+        left, verdicts, least = list(update.engines), list[EngineVerdict](), self._sync.min_available
+        states: dict[int, EngineState | None] = {}
+        while left and more():
+            states = await self.states() if least else {}
+            wave = next_wave(left, states, least)
+            if not wave:
+                break
+            verdicts += await asyncio.gather(*(self.commit(update, ordinal) for ordinal in wave))
+            left = [ordinal for ordinal in left if ordinal not in wave]
+        if left:
+            await self.abort(update.request.update_id, left)
+        there = [self._ledger.engines[ordinal] for ordinal in left if ordinal in self._ledger.engines]
+        return verdicts + [held_back(engine, states, least) for engine in there]
 
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
         """Have an engine apply an update. Whatever happens there is a verdict: without one the update would never end."""
         sync, request = self._sync, update.request
         most = sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds + (0 if update.staged else request.timeout_seconds)
+        most += sync.drain_timeout_seconds if sync.in_flight == "wait" else 0
         try:
-            commit = self._handle(ordinal).commit
+            commit = self.handle(ordinal).commit
             answer = call(commit, request.update_id, request.version, update.rewinds, timeout_seconds=most, engine=ordinal)
             return decode(EngineVerdict, await self._while_it_answers(ordinal, answer))
         except Exception as raised:

@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from weightsync.errors import NoEngineReady, Refused
-from weightsync.fleet.gate import Receive, Scope, Send, header, refuse
+from weightsync.fleet.gate import header
+from weightsync.fleet.inside import Receive, Scope, Send, refuse
 from weightsync.protocol import MAX_VERSION
 
 HEADER = b"x-weightsync-version"

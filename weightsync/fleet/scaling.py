@@ -54,7 +54,7 @@ class Scaling:
             seconds: how long an engine may take to drain; then its requests are ended.
 
         Raises:
-            Refused: fewer than `sync.require` beside those that are pinned, or more than the cluster has room for.
+            Refused: fewer than `sync.require`, or not more than `sync.min_available`, beside those that are pinned; or more than fit.
             UpdateConflict: the fleet is being scaled, or an update does not end.
         """
         if self._lock.locked():
@@ -69,10 +69,15 @@ class Scaling:
                 await self._take_away(gone, drain, seconds)
 
     def _require_sensible(self, engines: int) -> None:
-        require, pinned = max(1, self._settings.sync.require or 1), sum(bool(e.pinned) for e in self._ledger.engines.values())
-        least = require + pinned
+        sync, pinned = self._settings.sync, sum(bool(e.pinned) for e in self._ledger.engines.values())
+        least = max(1, sync.require or 1, sync.min_available + 1) + pinned
         if not least <= engines <= MOST:
-            why = (f", as sync.require is {require}" if require > 1 else "") + (f", as {pinned} are pinned" if pinned else "")
+            why = (
+                f", as sync.require is {sync.require or 'not given'} and sync.min_available {sync.min_available}"
+                if least > pinned + 1
+                else ""
+            )
+            why += f", as {pinned} are pinned" if pinned else ""
             raise Refused(f"engines: got {engines}, want {least} to {MOST}{why}")
         wanted = self._settings.engine.model_copy(update={"count": engines})
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 from weightsync.codec import decode
@@ -42,7 +43,7 @@ class Transaction:
         phase: what is being done, or failed.
         wrote: live storage does not hold what it held before.
         seconds: by phase.
-        checks: what the workers counted, summed; `second_tries` and `rolled_back` are ours.
+        checks: what the workers counted, summed; `second_tries`, `rolled_back` and what became of requests are ours.
         ranks: where each worker stood in the update itself.
     """
 
@@ -54,6 +55,14 @@ class Transaction:
         self.ranks: dict[str, str] = {}
         self._ours: dict[str, int] = {}
         self._began = time.monotonic()
+
+    async def drain(self, way: Awaitable[dict[str, int]]) -> None:
+        """Before the pause: what becomes of requests in flight, as counts. The engine serves meanwhile, so it costs no try its time."""
+        self.phase = Phase.DRAIN
+        self._ours |= await way
+        self.checks = dict(self._ours)
+        self.seconds[Phase.DRAIN] = time.monotonic() - self._began
+        self.phase, self._began = Phase.PAUSE, time.monotonic()
 
     async def pause(self) -> None:
         """Freeze requests in flight.
