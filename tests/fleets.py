@@ -102,6 +102,11 @@ class Fleet:
         """Every process of this fleet."""
         return processes_of(_temp_dir(self.home), str(self.home))
 
+    @property
+    def logs(self) -> Path:
+        """Folder of Ray's logs, actors' among them; gone when the fleet has ended."""
+        return Path(_temp_dir(self.home)) / "session_latest" / "logs"
+
 
 def processes_of(*marks: str) -> dict[int, str]:
     """Every process that names one of these folders, or writes to a file in them (all that Ray starts does)."""

@@ -1,10 +1,11 @@
-"""Which settings a fleet that is adopted must have been started with.
+"""Which settings a fleet that is adopted must have been started with, and a fleet's end where its actors can't be told of it.
 
-Not covered: adopting a running fleet (`test_lifecycle.py`).
+Not covered: adopting a running fleet, and ending one (`test_lifecycle.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,23 @@ def test_what_engines_were_started_with_can_not_be_another_when_a_fleet_is_adopt
 def test_no_setting_that_an_engine_reads_is_forgotten() -> None:
     read = set(re.findall(r"_settings\.sync\.(\w+)", Path(engine_actor.__file__).read_text()))
     assert read - set(cluster._FIXED["sync"]) == {"apply_timeout_seconds", "control_timeout_seconds"}
+
+
+def test_ray_ends_also_where_actors_can_not_be_told_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    one = cluster.Cluster(config.load({"engine.model": str(tmp_path), "state_dir": str(tmp_path)}))
+    ended: list[Path] = []
+
+    async def stop_actors(namespace: str) -> None:
+        raise ConnectionError("Ray's directory is gone")
+
+    async def run() -> None:
+        one._joining, one._owned = asyncio.create_task(asyncio.sleep(0)), True
+        await one.stop()
+
+    monkeypatch.setattr(cluster, "_stop_actors", stop_actors)
+    monkeypatch.setattr(cluster, "end_ray", lambda home, process: ended.append(home))
+    with pytest.raises(ConnectionError):
+        asyncio.run(run())
+    assert ended == [one.home]
+    cluster.Cluster(one.settings)._lock.close()  # and the next serve may begin

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import json
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+import httpx
 import pytest
 
 from weightsync.errors import WeightSyncError
-from weightsync.fleet.gate import ALLOWED, Gate
+from weightsync.fleet.gate import ALLOWED, Gate, http_settings
 
 TOKEN = "right-token"
 LIMIT = 1000
@@ -84,6 +87,21 @@ def ask(
     scope = {"type": kind, "method": method, "path": path, "raw_path": path.encode(), "headers": all_headers}
     asyncio.run(Gate(application, gate_token, lambda: refusal, limit)(scope, receive, send))
     return Answer(sent)
+
+
+# --- connections -------------------------------------------------------------------------------
+
+
+def test_clients_close_idle_connections_before_the_server_does() -> None:
+    # At the same age, a request sent at that moment meets a server that is just closing: refused by nobody, and lost.
+    theirs = httpx.Limits().keepalive_expiry
+    assert theirs is not None and http_settings(Application(), 1).timeout_keep_alive > 5 * theirs
+
+
+@pytest.mark.parametrize("module", ["weightsync.api.server", "weightsync.fleet.engine_actor"])
+def test_both_servers_are_set_so(module: str) -> None:
+    source = inspect.getsource(importlib.import_module(module))
+    assert "http_settings(" in source and "uvicorn.Config" not in source
 
 
 # --- routes ------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Under the policy `salt`: what a request carries on, and what an engine drops. Without an engine."""
+"""The version that a request begins with: named in its answer; under the policy `salt` also what it carries on, and what an engine drops.
+
+Without an engine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from weightsync import config
 from weightsync.errors import ConfigError, VerdictNotOk, WeightSyncError
 from weightsync.fleet.engine_actor import EngineActor
 from weightsync.fleet.gate import Gate
-from weightsync.fleet.salt import Salt, salted
+from weightsync.fleet.salt import salted, versioned
 from weightsync.fleet.vllm_api import Engine
 from weightsync.protocol import EngineState, EngineVerdict
 
@@ -42,9 +45,15 @@ class Application:
 
 
 def ask(
-    application: Application, body: Any = GOOD, held: int | None = 57, path: str = ROUTES[0], method: str = "POST", named: str | None = None
+    application: Application,
+    body: Any = GOOD,
+    held: int | None = 57,
+    path: str = ROUTES[0],
+    method: str = "POST",
+    named: str | None = None,
+    policy: str = "salt",
 ) -> Answer:
-    """One request through gate and salt."""
+    """One request through the gate and what a policy puts behind it."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent: list[Any] = []
     incoming = [{"type": "http.request", "body": content, "more_body": False}] if method == "POST" else []
@@ -64,7 +73,7 @@ def ask(
     if named is not None:
         headers.append((b"x-weightsync-version", named.encode()))
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    asyncio.run(Gate(Salt(application, version), "t", lambda: None, 10_000_000)(scope, receive, send))
+    asyncio.run(Gate(versioned(application, policy, version, lambda: held), "t", lambda: None, 10_000_000)(scope, receive, send))
     return Answer(sent)
 
 
@@ -134,6 +143,44 @@ def test_what_generates_nothing_passes_at_once() -> None:
     application = Application()
     assert ask(application, path="/v1/models", method="GET").status == 200
     assert application.requests == [{}]
+
+
+# --- without a salt ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["reset", "retain"])
+@pytest.mark.parametrize("path", ROUTES)
+def test_without_a_salt_the_answer_names_the_version_too_and_the_request_stays_as_it_is(policy: str, path: str) -> None:
+    application = Application()
+    answer = ask(application, path=path, policy=policy, named="41")
+    assert application.requests == [GOOD]
+    assert answer.headers[b"x-weightsync-version"] == b"57" and answer.headers[b"x-of-vllm"] == b"1"
+    assert answer.body == b"served"
+
+
+def test_the_version_is_the_one_held_when_the_request_came() -> None:
+    held = [5]
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        held[0] = 6  # an update goes by
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def settled() -> int | None:
+        raise AssertionError("without a salt nothing waits")
+
+    app = versioned(application, "reset", settled, lambda: held[0])
+    asyncio.run(app({"type": "http", "method": "POST"}, None, send))
+    assert sent[0]["headers"] == [(b"x-weightsync-version", b"5")]
+
+
+def test_what_generates_nothing_names_no_version() -> None:
+    answer = ask(Application(), path="/v1/models", method="GET", policy="reset")
+    assert answer.status == 200 and b"x-weightsync-version" not in answer.headers
+    assert ask(Application(), held=None, policy="reset").headers == {b"x-of-vllm": b"1"}
 
 
 # --- the engine actor ---------------------------------------------------------------------------

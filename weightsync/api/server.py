@@ -21,6 +21,7 @@ from weightsync.api import app as api
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import placement
 from weightsync.fleet.cluster import Cluster
+from weightsync.fleet.gate import http_settings
 from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ async def serve(settings: config.Settings) -> int:
             max_request_bytes=settings.api.max_request_bytes,
             control_seconds=settings.sync.control_timeout_seconds,
         )
-        server = _Server(uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
+        server = _Server(http_settings(application, grace_seconds=2))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
         url = f"http://{network.shown(placement.own_address(host), port)}"

@@ -176,14 +176,16 @@ class Cluster:
 
     async def stop(self) -> None:
         """Take down engines, controller, and Ray if it was started or adopted here."""
-        if self._joining is not None:
-            # Its thread can't be cancelled, and half a Ray can't be ended; it takes a few seconds.
-            await asyncio.wait([self._joining])
-            if self._joining.exception() is None:
-                await _stop_actors(self.settings.namespace)
-        if self._owned:
-            await asyncio.to_thread(end_ray, self.home, self._ray_process)
-        self._lock.close()
+        try:
+            if self._joining is not None:
+                # Its thread can't be cancelled, and half a Ray can't be ended; it takes a few seconds.
+                await asyncio.wait([self._joining])
+                if self._joining.exception() is None:
+                    await _stop_actors(self.settings.namespace)
+        finally:  # where actors can't be told to end, they end with Ray
+            if self._owned:
+                await asyncio.to_thread(end_ray, self.home, self._ray_process)
+            self._lock.close()
 
     # --- what is kept --------------------------------------------------------------------------
 
@@ -351,8 +353,9 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _ray_environment() -> dict[str, str]:
-    # Ray's handler for failure signals would take SIGTERM away from ours, and abort.
-    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+    # Ray's handler for failure signals would take SIGTERM away from ours, and abort. Its record of calls grows with every update.
+    ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+    return {**ours, "RAY_task_events_report_interval_ms": "0"}
 
 
 def _free_port() -> int:

@@ -32,14 +32,14 @@ from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refus
 from weightsync.fleet import placement, vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.draining import Draining
-from weightsync.fleet.gate import Gate
+from weightsync.fleet.gate import Gate, http_settings
 from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
 from weightsync.fleet.ledger import LATE
 from weightsync.fleet.left_out import other_base
 from weightsync.fleet.reports import failure, require_ranks
 from weightsync.fleet.resting import Resting
-from weightsync.fleet.salt import Salt
+from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
 from weightsync.fleet.transaction import Transaction
@@ -112,10 +112,10 @@ class EngineActor(Handing, Holding, Resting):
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
-        inner = Salt(application, self._settled_version) if self._settings.sync.caches == "salt" else application
+        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: self._version)
         self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
         sock = placement.listen(self._settings, self._ordinal)
-        self._server = uvicorn.Server(uvicorn.Config(self._gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(http_settings(self._gate, grace_seconds=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]

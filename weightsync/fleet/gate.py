@@ -18,10 +18,15 @@ import hmac
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal
 
+import uvicorn
+
 from weightsync.errors import AuthError, EngineUpdating, NoEngineReady, Refused, WeightSyncError
 from weightsync.fleet.inside import Inside, Receive, Request, Scope, Send, refuse
 
 _AGAIN = "Ask another engine now, or this one in a moment"
+#: How long a connection that carries nothing stays open. Clients must be the first to close theirs (httpx and OpenAI's do so after
+#: 5 s, which is uvicorn's own limit too): a request that is on its way while the server closes is lost.
+KEEP_ALIVE_SECONDS = 75
 #: How long vLLM has to answer the requests that it ended.
 _ANSWERED_SECONDS = 1.0
 
@@ -31,6 +36,17 @@ ALLOWED = {
     ("GET", "/v1/models"),
     ("POST", "/inference/v1/generate"),
 }
+
+
+def http_settings(app: Any, grace_seconds: int) -> uvicorn.Config:
+    """How an application is served: the service's, and each engine's.
+
+    Args:
+        grace_seconds: that requests have to end in, when the server ends.
+    """
+    return uvicorn.Config(
+        app, log_level="warning", lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=grace_seconds
+    )
 
 
 class Gate:

@@ -1,11 +1,15 @@
-"""Under `sync.caches = salt`: every request carries the version that it began with as vLLM's `cache_salt`.
+"""The version that a request begins with: named in the head of its answer, and under `sync.caches = salt` carried into vLLM.
 
-vLLM hashes the salt into a request's first block, and every block's hash into
-the next one's. So a request finds only what was computed under the same salt,
-and an update drops nothing: what begins behind it finds nothing of the old
-weights, and requests in flight keep their blocks.
+Under every policy the header `x-weightsync-version` of an answer says which version the engine
+held when the request came, and no token of the answer is older. `/inference/v1/generate` says
+more: which version sampled which token.
 
-A request begins with the version that its engine holds; while one is being
+Under `salt` every request carries that version as vLLM's `cache_salt`. vLLM hashes the salt
+into a request's first block, and every block's hash into the next one's. So a request finds only
+what was computed under the same salt, and an update drops nothing: what begins behind it finds
+nothing of the old weights, and requests in flight keep their blocks.
+
+Such a request begins with the version that its engine holds; while one is being
 applied it waits here for the verdict (one that was let through a moment before
 counts as in flight). A conversation keeps the version of its
 first turn by sending the header `x-weightsync-version` of that turn's answer
@@ -13,8 +17,9 @@ with every later turn. A version above the engine's own counts as the engine's
 own, since blocks computed now must not be found under a later version. A
 client's own `cache_salt` stays in force beside ours.
 
-Not covered: requests that read no prefix cache anyway (prompt log-probabilities);
-caches outside vLLM's blocks, which `config` and `vllm_api` refuse under this policy.
+Not covered: later versions that an answer of OpenAI's routes reaches into; requests that read no
+prefix cache anyway (prompt log-probabilities); caches outside vLLM's blocks, which `config` and
+`vllm_api` refuse under `salt`.
 """
 
 from __future__ import annotations
@@ -31,6 +36,33 @@ from weightsync.protocol import MAX_VERSION
 
 HEADER = b"x-weightsync-version"
 _LONGEST = 128  # what vLLM takes
+
+
+def versioned(app: Any, policy: str, settled: Callable[[], Awaitable[int | None]], held: Callable[[], int | None]) -> Any:
+    """vLLM's application behind the middleware that a policy in `sync.caches` takes.
+
+    Args:
+        settled: see `Salt`.
+        held: see `Stamp`.
+    """
+    return Salt(app, settled) if policy == "salt" else Stamp(app, held)
+
+
+class Stamp:
+    """ASGI middleware behind the gate, for policies without a salt. Requests pass at once, also while an update is applied.
+
+    Args:
+        app: vLLM's application.
+        version: the one that the engine holds, None if it may not serve.
+    """
+
+    def __init__(self, app: Any, version: Callable[[], int | None]) -> None:
+        self._app, self._version = app, version
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generates = scope["type"] == "http" and scope["method"] == "POST"
+        version = self._version() if generates else None
+        await self._app(scope, receive, send if version is None else _naming(version, send))
 
 
 class Salt:
@@ -69,13 +101,19 @@ class Salt:
         async def again() -> MutableMapping[str, Any]:
             return waiting.pop() if waiting else await receive()
 
-        async def answer(outgoing: MutableMapping[str, Any]) -> None:
-            if outgoing["type"] == "http.response.start":
-                outgoing = {**outgoing, "headers": [*outgoing.get("headers", ()), (HEADER, b"%d" % version)]}
-            await send(outgoing)
-
         headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"content-length"]
-        await self._app({**scope, "headers": [*headers, (b"content-length", b"%d" % len(body))]}, again, answer)
+        await self._app({**scope, "headers": [*headers, (b"content-length", b"%d" % len(body))]}, again, _naming(version, send))
+
+
+def _naming(version: int, send: Send) -> Send:
+    """A `send` that names the version in the answer's head."""
+
+    async def answer(outgoing: MutableMapping[str, Any]) -> None:
+        if outgoing["type"] == "http.response.start":
+            outgoing = {**outgoing, "headers": [*outgoing.get("headers", ()), (HEADER, b"%d" % version)]}
+        await send(outgoing)
+
+    return answer
 
 
 def salted(own: Any, version: int) -> Any:
