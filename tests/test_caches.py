@@ -18,7 +18,7 @@ from weightsync import WeightSync
 from weightsync.errors import ManifestRefused, VerdictNotOk
 from weightsync.protocol import EngineState
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 KIND = "qwen3"
 BLOCK = 32  # tokens; a prompt is cached block by block
@@ -195,7 +195,6 @@ def test_a_reset_that_is_never_done_fails_the_update_names_the_cache_and_the_nex
     assert sync.status().ready == 1 and asked.once(PROMPT)[1] == 0
 
 
-@pytest.mark.slow
 def test_publishing_a_version_ends_no_running_request(reset: Any, tensors: Any) -> None:
     sync, asked, _ = reset
     stop = threading.Event()
@@ -233,7 +232,6 @@ def test_publishing_a_version_ends_no_running_request(reset: Any, tensors: Any) 
     assert spanning() >= 8
 
 
-@pytest.mark.slow
 def test_a_connector_that_can_not_be_reset_is_refused_at_the_start(checkpoint: Any, tmp_path: Path) -> None:
     refused = start(checkpoint, tmp_path / "home", "reset", "ForgetfulConnector")
     try:
@@ -254,7 +252,6 @@ def salt(salting: Fleet, tensors: Any) -> Iterator[tuple[WeightSync, Asked]]:
         yield sync, Asked(salting, sync)
 
 
-@pytest.mark.slow
 def test_under_salt_a_new_request_finds_nothing_old_and_a_conversation_keeps_its_own(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     version = sync.status().committed_version
@@ -272,7 +269,6 @@ def test_under_salt_a_new_request_finds_nothing_old_and_a_conversation_keeps_its
     assert asked.once(PROMPT) == (old, 0, str(version + 2))
 
 
-@pytest.mark.slow
 def test_under_salt_completions_know_versions_and_clients_salts(salt: Any, tensors: Any) -> None:
     sync, asked = salt
 
@@ -291,7 +287,6 @@ def test_under_salt_completions_know_versions_and_clients_salts(salt: Any, tenso
     assert refused.status_code == 400 and "cache_salt" in refused.text
 
 
-@pytest.mark.slow
 def test_under_salt_requests_in_flight_keep_their_blocks_and_none_ends(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     old = sync.status().committed_version
@@ -304,7 +299,6 @@ def test_under_salt_requests_in_flight_keep_their_blocks_and_none_ends(salt: Any
     assert asked.once(conversation)[1] == 0
 
 
-@pytest.mark.slow
 def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     version = sync.status().committed_version
@@ -316,7 +310,6 @@ def test_under_salt_a_version_that_comes_again_finds_nothing_of_the_first_time(s
     assert asked.once(PROMPT)[:2] == (tokens, 0)
 
 
-@pytest.mark.slow
 def test_under_salt_every_answer_of_one_version_is_that_of_a_cold_engine(salt: Any, tensors: Any) -> None:
     sync, asked = salt
     cold: dict[int, list[int]] = {}

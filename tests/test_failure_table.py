@@ -247,6 +247,7 @@ def test_stored_bytes_of_a_complete_update_compare_equal(engine: Engine) -> None
     engine.require_sound()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_200_updates(engine: Engine) -> None:
     sizes = engine.call(faulty.resident, 200)
     slope = statistics.linear_regression(range(20, 200), sizes[20:]).slope
@@ -256,6 +257,7 @@ def test_memory_does_not_grow_over_200_updates(engine: Engine) -> None:
     engine.require_sound()
 
 
+@pytest.mark.slow
 def test_requests_are_answered_by_the_weights_of_their_version_through_200_rounds_of_staging(engine: Engine) -> None:
     faults = ["gone at 100 %", "bytes flipped", "gone at 50 %", "k missing, offered", "gone at 100 %", "short bucket, trainer gone"]
     done = engine.call(faulty.beside, 200, 20, faults, engine.held)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,10 @@ def test_wrong_tensors_are_refused_by_name_and_nothing_changes(case: str, fleet:
     with pytest.raises(error) as caught:
         sync.sync_weights(source)
     assert text in str(caught.value) and caught.value.hint
-    assert sync.status().engines == before.engines
+    # What is kept for other engines is written behind an update, and shows in the heartbeat after that.
+    assert [replace(engine, retained=None) for engine in sync.status().engines] == [
+        replace(engine, retained=None) for engine in before.engines
+    ]
     assert answers(sync, 0) == cold(KIND, 1)
     sync.sync_weights(tensors(KIND, 1))  # and the next one works
 

@@ -19,7 +19,7 @@ from weightsync.demo.cold import ColdEngine
 from weightsync.errors import BaseRefused, ManifestRefused, UpdateFailed
 from weightsync.protocol import EngineState
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SCOPE = ["model.layers.0.*", "lm_head.weight"]
 
