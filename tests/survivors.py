@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 
 from tests.peers import Peer
@@ -85,7 +86,8 @@ def _serve(port: int, make: Callable[[], Any]) -> Any:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError):
             name, *args = json.loads(await reader.readline())
-            writer.write(json.dumps(await getattr(made[0], name)(*args)).encode() + b"\n")
+            # Like vLLM's messages it refuses what is not plain, such as a string of a class of its own.
+            writer.write(msgspec.json.encode(await getattr(made[0], name)(*args)) + b"\n")
             await writer.drain()
         writer.close()
 

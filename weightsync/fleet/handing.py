@@ -91,7 +91,7 @@ class Handing:
             plan_hash=stream.head.plan_hash,
             timeout_seconds=seconds,
             transport="gloo",
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),  # a class of torch's own, which vLLM's messages don't take
             allow_nonfinite=True,  # the update has passed, with whatever its trainer allowed
         )
         plain: dict[str, Any] = await asyncio.to_thread(encode, request)
