@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from weightsync.codec import encode
 from weightsync.errors import BadValues, DeadlineExceeded, EngineDied, TransportFailed, WeightSyncError
 from weightsync.fleet import roster as roster_module
 from weightsync.fleet.ledger import Ledger
+from weightsync.fleet.membership import Membership
+from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
-from weightsync.protocol import CommunicatorInfo, EngineState, EngineVerdict, WorkerReport
+from weightsync.protocol import CommunicatorInfo, EngineState, EngineVerdict, Retained, WorkerReport
 
 
 async def never(*_: Any) -> Any:
@@ -314,3 +317,106 @@ def test_before_a_wave_engines_are_asked_themselves_and_who_is_silent_is_not_wai
     ledger.lose(2, "deadline")
     began = time.monotonic()
     assert asyncio.run(roster.states()) == wanted and time.monotonic() - began < 0.2
+
+
+# --- waves ----------------------------------------------------------------------------------------
+
+
+def in_waves(folder: Path, waves: int) -> tuple[list[tuple[int, bool, str]], list[int]]:
+    """Three engines that serve, two of which always must, with this many waves allowed: verdicts, and who was told that it has ended."""
+    ended: list[int] = []
+
+    def one(ordinal: int) -> Handle:
+        async def abort(update_id: str) -> Any:
+            ended.append(ordinal)
+            return {"value": []}
+
+        done = EngineVerdict(ordinal, True, 4, EngineState.SERVING)
+        return Handle(describe=says({"status": encode(engine(ordinal, 3))}), commit=says(done), abort=abort)
+
+    roster, ledger = roster_of(folder, *map(one, range(3)))
+    roster._sync = roster._sync.model_copy(update={"min_available": 2})
+    for ordinal in range(3):
+        ledger.see(engine(ordinal, 3))
+    asked = iter(range(9))
+    update = ledger.admit(request("u", 4), 0.0)
+    verdicts = asyncio.run(roster.commit_all(update, lambda: next(asked) < waves))
+    return [(v.engine, v.committed, (v.error or {}).get("code", "")) for v in verdicts], ended
+
+
+def test_engines_are_written_one_wave_after_the_other(tmp_path: Path) -> None:
+    assert in_waves(tmp_path, 9) == ([(0, True, ""), (1, True, ""), (2, True, "")], [])
+
+
+def test_no_further_wave_begins_when_a_trainer_comes_and_those_left_let_the_bytes_go(tmp_path: Path) -> None:
+    assert in_waves(tmp_path, 1) == ([(0, True, ""), (1, False, "held_back"), (2, False, "held_back")], [1, 2])
+
+
+def test_a_rejoin_takes_no_further_engine_out_of_service_when_a_trainer_comes(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    async def run() -> None:
+        writing, written, name = asyncio.Event(), asyncio.Event(), [""]
+
+        async def offer(update_id: str, own: str, seconds: float) -> Any:
+            name[0] = own
+            return {"value": encode(request(own, 4))}
+
+        async def nothing(*_: Any) -> Any:
+            return {"value": []}
+
+        def taker(ordinal: int) -> Handle:
+            async def poll() -> Any:
+                return await staged(name[0])()
+
+            async def commit(*_: Any) -> Any:
+                calls.append(f"commit {ordinal}")
+                writing.set()
+                await written.wait()
+                return await says(EngineVerdict(ordinal, True, 4, EngineState.SERVING))()
+
+            async def abort(update_id: str) -> Any:
+                calls.append(f"abort {ordinal}")
+                return {"value": []}
+
+            return Handle(describe=says({"status": encode(engine(ordinal, 3))}), begin=nothing, poll=poll, commit=commit, abort=abort)
+
+        giver = Handle(describe=says({"status": encode(engine(0, 4))}), offer=offer, hand_on=nothing, call_off=nothing)
+        roster, ledger = roster_of(tmp_path, giver, taker(1), taker(2))
+        roster._sync = sync = roster._sync.model_copy(update={"min_available": 2})
+        roster._incarnations, roster._places = dict.fromkeys(range(3), "first"), dict.fromkeys(range(3), (None,))
+        for ordinal in (1, 2):
+            ledger.see(replace(engine(ordinal, 3), update_id="old"))
+        ledger.see(replace(engine(0, 4), update_id="new", retained=Retained("new", 4, 0, 4096, "hash", 8, "new")))
+        ended: list[str] = []
+        rejoin = Rejoin(roster, ledger, Membership(sync, 1, 1), sync, ended.append)
+        rejoin.look()
+        await asyncio.wait_for(writing.wait(), 5)
+        trainer = asyncio.create_task(rejoin.give_way())
+        await asyncio.sleep(0)
+        written.set()
+        await asyncio.wait_for(trainer, 5)
+        assert calls == ["commit 1", "abort 2"] and ended == ["committed"]
+        assert [ledger.engines[o].version for o in range(3)] == [4, 4, 3]
+        rejoin.look()  # its turn comes when the trainer has ended
+        await asyncio.wait_for(rejoin._task or asyncio.sleep(0), 5)
+        assert calls[2:] == ["commit 2"] and ended == ["committed"] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("third", "begins"), [(EngineState.DEAD, False), (EngineState.SERVING, True)])
+def test_a_rejoin_does_not_begin_for_engines_that_can_not_be_taken(third: EngineState, begins: bool, tmp_path: Path) -> None:
+    roster, ledger = roster_of(tmp_path, Handle(offer=never, call_off=never, abort=never), *[Handle(abort=never)] * 2)
+    roster._incarnations, roster._places = dict.fromkeys(range(3), "first"), dict.fromkeys(range(3), (None,))
+    sync = roster._sync.model_copy(update={"min_available": 2})
+    ledger.see(replace(engine(1, 3), update_id="old"))
+    ledger.see(replace(engine(0, 4), update_id="new", retained=Retained("new", 4, 0, 4096, "hash", 8, "new")))
+    ledger.see(replace(engine(2, 4, third), update_id="new"))
+    rejoin = Rejoin(roster, ledger, Membership(sync, 1, 1), sync, lambda _: None)
+
+    async def run() -> None:
+        rejoin.look()
+        assert rejoin.busy is begins
+
+    asyncio.run(run())

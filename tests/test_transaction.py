@@ -150,3 +150,23 @@ def test_an_engine_goes_back_and_keeps_what_had_failed(well: bool) -> None:
         assert transaction.wrote and "rolled_back" not in transaction.checks
     assert transaction.checks["second_tries"] == 1 and Phase.ROLLBACK in transaction.seconds
     assert transaction.ranks == {"0": "verdict_not_ok: no", "1": "verified"}, "where each worker stood in the update itself"
+
+
+def test_requests_that_end_first_cost_a_second_try_nothing_and_are_no_pause() -> None:
+    engine = Engine((APPLY, failed(ApplyFailed("no"))))
+    transaction = Transaction(engine, "u", tries=2, seconds_for_all=0.2)
+
+    async def ended() -> dict[str, int]:
+        assert transaction.phase == Phase.DRAIN
+        await asyncio.sleep(0.3)
+        return {"requests_kept": 2}
+
+    async def go() -> None:
+        await transaction.drain(ended())
+        assert transaction.checks == {"requests_kept": 2}
+        await transaction.pause()
+        await transaction.bring()
+
+    asyncio.run(go())
+    assert transaction.seconds[Phase.DRAIN] >= 0.3 > 0.2 > transaction.seconds[Phase.PAUSE]
+    assert transaction.checks == {"tensors": 6, "layers": 4, "second_tries": 1, "requests_kept": 2}
