@@ -15,7 +15,7 @@ import pytest
 
 from tests.test_ledger import engine
 from weightsync.client.rollouts import Rollouts
-from weightsync.errors import EngineUpdating, NoEngineReady, ServiceUnreachable, WeightSyncError
+from weightsync.errors import EngineDied, EngineUpdating, NoEngineReady, ServiceUnreachable, WeightSyncError
 from weightsync.protocol import EngineState, EngineStatus
 from weightsync.results import Generation
 
@@ -97,3 +97,22 @@ def test_waiting_ends_with_the_deadline_and_says_that_they_are_being_updated(onl
         engines.generate(only, seconds=0.4)
     assert time.monotonic() - began < 0.4
     assert caught.value.retryable and caught.value.engine in (0, 1) and caught.value.hint == "in a moment"
+
+
+def test_an_engine_that_has_started_anew_is_asked_under_its_new_address() -> None:
+    """A list from before had its old one, where nothing listens any more."""
+    asked: list[str] = []
+
+    def request(method: str, url: str, body: Any, timeout_seconds: float) -> Any:
+        asked.append(url)
+        if url.startswith("http://old"):
+            raise ServiceUnreachable("no service answers at http://old")
+        return ANSWER
+
+    lists = [(replace(engine(0, 4), url="http://old"),), (replace(engine(0, 4), url="http://new"),)]
+    rollouts = Rollouts(SimpleNamespace(request=request), lambda: lists.pop(0) if len(lists) > 1 else lists[0])  # type: ignore[arg-type]
+    assert rollouts.generate([1], {}, 1.0, 0).engine == 0
+    assert [url.split("/")[2] for url in asked] == ["old", "new"]
+    gone = Rollouts(SimpleNamespace(request=request), lambda: (replace(engine(0, 4), url="http://old"),))  # type: ignore[arg-type]
+    with pytest.raises(EngineDied):
+        gone.generate([1], {}, 1.0, 0)

@@ -10,6 +10,7 @@ Not covered: streaming, and text (token ids in, token ids out).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -77,6 +78,9 @@ class Rollouts:
             except (ServiceUnreachable, NoEngineReady) as exc:
                 self.forget()
                 if engine is not None:
+                    if isinstance(exc, ServiceUnreachable) and self._moved(chosen):
+                        tried.discard(chosen.engine)
+                        continue
                     kind = EngineDied if isinstance(exc, ServiceUnreachable) else NoEngineReady
                     raise kind(exc.message, engine=chosen.engine, hint=exc.hint) from None
                 continue
@@ -96,6 +100,12 @@ class Rollouts:
                 if pin is None and engine is None:
                     self._note(made)
                 return made
+
+    def _moved(self, engine: EngineStatus) -> bool:
+        """Whether an engine that can't be reached has started anew under another address: nothing was asked of it yet."""
+        with contextlib.suppress(WeightSyncError):
+            return any(e.engine == engine.engine and e.url not in ("", engine.url) for e in self._ask())
+        return False
 
     def _note(self, made: Generation) -> None:
         with self._lock:
