@@ -27,7 +27,7 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(checkpoint: Any, tenso
         with fleet.client() as sync:
             sync.sync_weights(tensors(KIND, 1))
             assert main(["scale", "2", "--url", fleet.url, "--token-file", str(tmp_path / "home/default/token")]) == 0
-            assert "starting" in capsys.readouterr().out
+            assert "1 of 2 engines ready" in capsys.readouterr().out
             # No update waits for an engine that is on its way, and none fails of it.
             updates = 0
             while not sync.engines()[1].workers:
@@ -44,7 +44,7 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(checkpoint: Any, tenso
             controller = next(pid for pid, name in fleet.processes().items() if name.startswith("ray::Controller"))
             os.kill(controller, signal.SIGKILL)
             wait_until(lambda: _ready(sync) == 2, 30, "a new controller")
-            with pytest.raises(Refused, match="engines: got 0, want 1 to 1024"):
+            with pytest.raises(Refused, match="body.engines: Input should be greater"):
                 sync.scale(0)
 
             ended: list[Any] = []
