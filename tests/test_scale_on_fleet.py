@@ -44,7 +44,7 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(checkpoint: Any, tenso
             controller = next(pid for pid, name in fleet.processes().items() if name.startswith("ray::Controller"))
             os.kill(controller, signal.SIGKILL)
             wait_until(lambda: _ready(sync) == 2, 30, "a new controller")
-            with pytest.raises(Refused, match="body.engines: Input should be greater"):
+            with pytest.raises(Refused, match=r"body\.engines: Input should be greater"):
                 sync.scale(0)
 
             ended: list[Any] = []
