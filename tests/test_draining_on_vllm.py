@@ -128,7 +128,7 @@ def test_requests_are_ended_for_an_update_and_come_again(
         sync.sync_weights(tensors(KIND, 1))
         engines = sync.engines()
         published = sync.publish(tensors(KIND, 2))
-        assert published.tensors_read(60)
+        wait_until(lambda: fleet.get(f"/v1/updates/{published.update_id}").json()["state"] == "staged", 60, "the engines to have it")
         stream = Stream(fleet, engines[0].url, pool, ENDLESS)
         plain = [pool.submit(client.post, f"{engine.url}/inference/v1/generate", json=body(ENDLESS)) for engine in engines]
         time.sleep(0.5)  # each engine runs one, and has no place for another

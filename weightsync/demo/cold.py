@@ -36,7 +36,6 @@ from types import TracebackType
 from typing import IO, Any
 
 from weightsync.check.environment import ENGINE_ENV
-from weightsync.worker import tiles
 
 #: For the process that hosts the engine; set before vLLM is imported.
 COLD_ENV = ENGINE_ENV["cpu"]
@@ -50,6 +49,7 @@ DEFAULT_ENGINE_ARGS: dict[str, Any] = {
     "enforce_eager": True,
     "enable_prefix_caching": False,
     "skip_tokenizer_init": True,
+    "worker_extension_cls": "weightsync.demo.cold_worker.ColdWorker",
 }
 
 
@@ -67,7 +67,6 @@ def cold_outputs(
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    tiles.ask()
     began = time.perf_counter()
     llm = LLM(model=str(model_path), **{**DEFAULT_ENGINE_ARGS, **(engine_args or {})})
     loaded = time.perf_counter()
