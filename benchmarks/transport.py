@@ -41,8 +41,9 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import digest
+from weightsync.transport.channel import Channel, parts
 from weightsync.transport.communicator import Communicator
-from weightsync.transport.fanout import Channel, join
+from weightsync.transport.fanout import join
 from weightsync.transport.link import Link
 from weightsync.transport.local import Listener
 from weightsync.transport.packing import plan_buckets
@@ -173,10 +174,14 @@ class Side:
     def _let_go(self, bucket_bytes: int) -> None:
         """Receive into the same memory over and over."""
         until = time.monotonic() + _SECONDS
+        before: Any = None
         for bucket in plan_buckets(self.offer.manifest, bucket_bytes).buckets:
-            self.communicator.broadcast(self.flat[: bucket.nbytes], until)
-            if bucket.complete:
-                self.communicator.broadcast(torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=self.device), until)
+            digests = torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=self.device)
+            posted = self.communicator.post(parts(self.flat[: bucket.nbytes], digests), until)
+            if before is not None:
+                self.communicator.settle(before, until)
+            before = posted
+        self.communicator.settle(before, until)
 
     def _receiver(self, bucket_bytes: int, allow_nonfinite: bool) -> Callable[[], None]:
         plan = plan_buckets(self.offer.manifest, bucket_bytes)

@@ -12,7 +12,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ import torch
 
 from tests.bench import SECONDS, WAYS, Bench, Fault, Gone, Send, Tensors, send, structure
 from weightsync.client.sender import Sender
+from weightsync.transport.channel import Channel
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import Bucket
+from weightsync.transport.wire import Cancelled, never
 from weightsync.worker import staging
 
 
@@ -61,19 +63,34 @@ class Flipping(Sender):
             buffer[bucket.pieces[0].bucket_offset + 8] ^= 4
 
 
-class Short:
+class Short(Channel):
     """A wire on which the fourth bucket ends half way; the trainer leaves then, or goes on as if nothing had been."""
 
     def __init__(self, wire: Communicator, leaves: bool) -> None:
-        self._wire, self.device, self._leaves, self._count = wire, wire.device, leaves, 0
-        self.buffers = wire.buffers
+        self._wire, self.info, self.device, self._leaves, self._count = wire, wire.info, wire.device, leaves, 0
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
-        self._count += tensor.dtype == torch.uint8
-        short = tensor.dtype == torch.uint8 and self._count == 4
-        self._wire.broadcast(tensor[: tensor.numel() // 2] if short else tensor, deadline, cancelled)
-        if short and self._leaves:
-            raise Gone
+    @property
+    def open(self) -> bool:
+        return self._wire.open
+
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        return self._wire.buffers(count, nbytes)
+
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> Any:
+        self._count += 1
+        if self._count != 4:
+            return self._wire.post(tensors, deadline, cancelled)
+        half = [tensors[0][: tensors[0].numel() // 2]]
+        if not self._leaves:
+            return self._wire.post([*half, *tensors[1:]], deadline, cancelled)
+        self._wire.settle(self._wire.post(half, deadline, cancelled), deadline, cancelled)
+        raise Gone
+
+    def settle(self, posted: Any, deadline: float, cancelled: Cancelled = never) -> None:
+        self._wire.settle(posted, deadline, cancelled)
+
+    def close(self) -> None:
+        self._wire.close()
 
 
 def leaving(share: float) -> Send:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import bench, random_models
+from tests import bench, random_models, wires
 from tests.test_ledger import engine
 from weightsync import WeightSync
 from weightsync.client import joined
@@ -53,33 +53,20 @@ INFO = CommunicatorInfo("127.0.0.1", 1, 1, 3, {"0": 1, "1": 2}, "gloo")
 GB = 1 << 30
 
 
-class Wire:
-    """One end of a broadcast from a trainer to one worker: rank 0 puts in what the other end takes out."""
+class Wire(wires.Wire):
+    """Counts what it sends."""
 
-    device, open, info = CPU, True, INFO
+    nbytes = 0
 
-    def __init__(self, through: queue.Queue[torch.Tensor], rank: int) -> None:
-        self._through, self._rank = through, rank
-        self.nbytes = 0
-
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
-
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
-        if self._rank == 0:
-            self._through.put(tensor.clone())
-            self.nbytes += tensor.nbytes
-        else:
-            tensor.copy_(self._through.get(timeout=10))
-
-    def close(self) -> None:
-        """The queue has no other end to tell."""
+    def travel(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
+        super().travel(tensor, deadline, cancelled)
+        self.nbytes += tensor.nbytes if self._rank == 0 else 0
 
 
 class Silent(Wire):
     """Says that it has received, and has not."""
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
+    def travel(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
         return
 
 
@@ -277,8 +264,8 @@ def test_a_tensor_of_many_buckets_arrives_whole_from_buffers_of_one_bucket(stage
     receiver = Receiver(order_of(offered.manifest, stage), 0, CPU, CPU, lambda: Wire(through, 1))  # type: ignore[arg-type]
     receiver.start()
     wire, sent = Wire(through, 0), list[int]()
-    broadcast = wire.broadcast
-    wire.broadcast = lambda tensor, *how: sent.append(tensor.untyped_storage().nbytes()) or broadcast(tensor, *how)  # type: ignore[method-assign,func-returns-value]
+    travel = wire.travel
+    wire.travel = lambda tensor, *how: sent.append(tensor.untyped_storage().nbytes()) or travel(tensor, *how)  # type: ignore[method-assign,func-returns-value]
     Sender(offered, plan_buckets(offered.manifest, BUCKET), None).send(wire, time.monotonic() + 10, lambda: False, lambda: None)  # type: ignore[arg-type]
     receiver._thread.join(10)
     assert receiver.error is None and len([size for size in sent if size > 100]) == 5 and max(sent) == BUCKET
@@ -297,11 +284,12 @@ def test_the_buffer_in_which_buckets_land_may_be_written_over_once_they_are_move
     class Poisoning(Wire):
         """Fills the buffer first, as a later owner of it would."""
 
-        def broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
-            if tensor.dtype == torch.uint8:
-                landed.add(tensor.data_ptr())
-                tensor.fill_(0xFF)
-            super().broadcast(tensor, *how)
+        def post(self, tensors: Sequence[torch.Tensor], *how: Any) -> Sequence[torch.Tensor]:
+            for tensor in tensors:
+                if tensor.dtype == torch.uint8:
+                    landed.add(tensor.data_ptr())
+                    tensor.fill_(0xFF)
+            return super().post(tensors, *how)
 
     receiver = Receiver(order_of(offered.manifest), 0, CPU, CPU, lambda: Poisoning(through, 1))  # type: ignore[arg-type]
     held = [receiver.held().tensor(index) for index in range(len(tensors))]  # as a slow consumer does, before all is there

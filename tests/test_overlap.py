@@ -14,7 +14,7 @@ import torch
 from tests.wires import CPU, Ends, same_bits, threads
 from weightsync.client.sender import Sender
 from weightsync.client.source import Lazy, Offer, offer
-from weightsync.errors import Aborted, DeadlineExceeded, DigestMismatch, ManifestRefused, TransportFailed
+from weightsync.errors import Aborted, DeadlineExceeded, DigestMismatch, ManifestRefused
 from weightsync.transport import digest
 from weightsync.transport.packing import Bucket
 from weightsync.worker import receiver as receiver_module
@@ -145,54 +145,36 @@ def test_a_tensor_that_is_not_what_was_offered_ends_the_update(now: torch.Tensor
     assert not ends.read.is_set()
 
 
-def failing_at(index: int, error: Exception, wait: threading.Event | None = None) -> Gathered:
+def failing_at(index: int, error: Exception) -> Gathered:
     def reading(at: int) -> None:
         if at == index:
-            if wait is not None:
-                assert wait.wait(SOON)
             raise error
 
     return Gathered(tensors(), reading)
 
 
-def until_cancelled(began: threading.Event | None = None) -> Callable[..., None]:
+def until_cancelled() -> Callable[..., None]:
     """A broadcast whose peer hangs."""
 
-    def broadcast(tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
-        if began is not None:
-            began.set()
+    def travel(tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
         until = time.monotonic() + SOON
         while not cancelled():
             assert time.monotonic() < until, "nobody ended this"
             time.sleep(0.01)
         raise Aborted("the update was aborted while bytes were on their way")
 
-    return broadcast
+    return travel
 
 
-def test_an_error_while_a_tensor_is_read_ends_the_broadcast_and_is_the_one_that_is_raised() -> None:
-    travelling = threading.Event()
+def test_an_error_while_a_tensor_is_read_ends_the_update_though_a_bucket_is_on_its_way_to_peers_that_hang() -> None:
     error = RuntimeError("a peer of the gather is gone")
-    ends = Ends(failing_at(1, error, travelling), BUCKET)
-    ends.trainer.broadcast = until_cancelled(travelling)  # type: ignore[method-assign]
+    ends = Ends(failing_at(1, error), BUCKET)
+    ends.trainer.travel = until_cancelled()  # type: ignore[method-assign]
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         ends.send()
     assert caught.value is error and time.monotonic() - began < 1
     assert not ends.read.is_set()
-
-
-def test_an_error_of_the_broadcast_is_raised_also_when_reading_fails_behind_it() -> None:
-    failed = threading.Event()
-    ends = Ends(failing_at(1, RuntimeError("second"), failed), BUCKET)
-
-    def breaks(tensor: torch.Tensor) -> None:
-        threading.Timer(0.2, failed.set).start()
-        raise TransportFailed("first")
-
-    ends.trainer.before = breaks
-    with pytest.raises(TransportFailed, match="first"):
-        ends.send()
 
 
 def test_a_progress_callback_that_raises_ends_the_update_before_more_is_read() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from weightsync.client.source import offer
 from weightsync.errors import Aborted, DeadlineExceeded, TransportFailed, UpdateFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, CommunicatorInfo, EngineState, UpdateRequest
 from weightsync.transport import digest
+from weightsync.transport.channel import Channel
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
@@ -119,10 +120,10 @@ def test_the_first_tensor_stays_for_the_loader() -> None:
     assert list(loaded(into)) == list(TENSORS)
 
 
-class Wire:
+class Wire(Channel):
     """Stands for a communicator: all buckets and digests come, one behind the other, and are counted."""
 
-    device = CPU
+    device, info, open = CPU, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), True  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.buckets, self._partial = 0, dict[int, Any]()
@@ -142,8 +143,18 @@ class Wire:
             if bucket.complete:
                 yield digest.pack([digest.digest_tensor(values[index]) for index in bucket.complete])
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Any) -> None:
-        tensor.copy_(next(self._stream))
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        raise NotImplementedError("a trainer's")
+
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Any = None) -> Sequence[torch.Tensor]:
+        return tensors
+
+    def settle(self, posted: Sequence[torch.Tensor], deadline: float, cancelled: Any = None) -> None:
+        for tensor in posted:
+            tensor.copy_(next(self._stream))
+
+    def close(self) -> None:
+        """Nobody is at the other end."""
 
 
 MANY = {f"t{n}": torch.full((3000,), n, dtype=torch.uint8) for n in range(8)}
@@ -153,7 +164,7 @@ def test_an_engine_that_failed_stays_in_the_broadcast_for_the_others(monkeypatch
     monkeypatch.setattr(Passing.__init__, "__defaults__", (3000,))
     wire, manifest = Wire(), offer(MANY).manifest
     request = UpdateRequest("u", "t", 1, manifest, 4096, plan_buckets(manifest, 4096).hash, 10.0, "gloo", torch.__version__)
-    order = BeginOrder(request, CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo"), 0, 1, 1.0, stage="none")
+    order = BeginOrder(request, Wire.info, 0, 1, 1.0, stage="none")
     receiver = Receiver(order, 0, CPU, CPU, lambda: wire)  # type: ignore[arg-type, return-value]
     receiver.start()
     into = receiver.held()

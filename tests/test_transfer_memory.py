@@ -96,7 +96,7 @@ def taken(ends: Ends, receive: bool) -> int:
             ends.receiver._thread.join(20)
         assert all(map(same_bits, ends.arrived(), weights_of(ends)))
     else:
-        ends.trainer.broadcast = lambda *_: time.sleep(0.002)  # type: ignore[method-assign]  # meanwhile the next one is packed
+        ends.trainer.travel = lambda *_: time.sleep(0.002)  # type: ignore[method-assign]  # meanwhile the next one is packed
         with counted.everywhere():
             ends.send()
     return counted.peak

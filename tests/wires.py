@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,18 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
+from weightsync.transport.channel import Channel
 from weightsync.transport.packing import plan_buckets
+from weightsync.transport.wire import never
 from weightsync.worker.receiver import Receiver
 
 CPU = torch.device("cpu")
 INFO = CommunicatorInfo("127.0.0.1", 1, 1, 2, {"0": 1}, "gloo")
 
 
-class Wire:
-    """One end: rank 0 puts in what the other takes out. `before` is called with the rank and the tensor when a broadcast begins.
+class Wire(Channel):
+    """One end: rank 0 puts in what the other takes out, when it settles what it posted. `before` is called with a tensor when its
+    turn comes: at the trainer's when it is about to travel, at the worker's when it is about to be written.
 
     Args:
         through: what the two ends share.
@@ -33,7 +36,7 @@ class Wire:
         device: where the tensors live.
     """
 
-    open, info = True, INFO
+    open, info = True, INFO  # type: ignore[assignment]
 
     def __init__(self, through: queue.Queue[torch.Tensor], rank: int, device: torch.device = CPU) -> None:
         self._through, self._rank, self.device = through, rank, device
@@ -42,9 +45,19 @@ class Wire:
     def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
         return [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
-        self.before(tensor)
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Callable[[], bool] = never) -> Sequence[torch.Tensor]:
+        for tensor in tensors if self._rank else ():
+            self.before(tensor)
+        return tensors
+
+    def settle(self, posted: Sequence[torch.Tensor], deadline: float, cancelled: Callable[[], bool] = never) -> None:
+        for tensor in posted:
+            self.travel(tensor, deadline, cancelled)
+
+    def travel(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """One tensor, on this end."""
         if self._rank == 0:
+            self.before(tensor)
             self._through.put(tensor.to("cpu", copy=True))
             return
         while True:

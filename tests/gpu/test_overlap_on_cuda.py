@@ -46,8 +46,8 @@ def weights(fill: float | None = None) -> dict[str, torch.Tensor]:
 class Hosted(Wire):
     """Buckets travel by host memory, in order behind the stream of the thread that sends or receives, as behind NCCL's `_wait`."""
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
-        super().broadcast(tensor, deadline, cancelled)
+    def travel(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
+        super().travel(tensor, deadline, cancelled)
         torch.cuda.current_stream().synchronize()
 
 

@@ -14,7 +14,8 @@ import torch
 
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
-from weightsync.transport.fanout import Channel, join
+from weightsync.transport.channel import Channel
+from weightsync.transport.fanout import join
 from weightsync.transport.local import Listener
 
 _CONNECT_SECONDS = 30.0

@@ -1,7 +1,8 @@
 """The sending side of one update: pack a bucket, broadcast it, broadcast its digests.
 
 Runs in two threads of the trainer's process: while a bucket is broadcast from one buffer,
-the next is packed into another. Tensors are read in the packing thread, each once, in
+the next is packed into another, and posted behind it, so that the transport need not wait
+for us between them. Tensors are read in the packing thread, each once, in
 the manifest's order; one is let go of when its last piece is packed, so that of tensors
 that are gathered to be read there is one at a time. When the last is packed they may change
 again.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,12 +24,12 @@ from weightsync.client.source import Offer
 from weightsync.errors import ManifestRefused
 from weightsync.transport import digest
 from weightsync.transport.beside import Beside, now, on_stream, settle
-from weightsync.transport.fanout import Channel
+from weightsync.transport.channel import Channel, parts
 from weightsync.transport.packing import Bucket, BucketPlan
 
 #: Called after each bucket with (bytes sent, bytes in all).
 Progress = Callable[[int, int], None]
-#: One is broadcast while the next is packed.
+#: One is broadcast while the next is packed, and waits for its turn.
 _BUFFERS = 2
 
 
@@ -45,6 +47,7 @@ class Sender:
         self._partial: dict[int, digest.Digest] = {}
         self._offered = now(offer.device)
         self._read = 0  # tensors so far
+        self._sent = 0  # bytes that are there
         self._current: torch.Tensor | None = None  # bytes of the one that was read last
         #: By step. Packing and broadcasting go on at the same time; `export` is what reading tensors takes of the packing thread.
         self.seconds = {"export": 0.0, "pack": 0.0, "broadcast": 0.0}
@@ -58,7 +61,7 @@ class Sender:
             on_read: called once, when every tensor has been read, in the packing thread.
 
         Raises:
-            TransportFailed, Aborted: see `Communicator.broadcast`.
+            TransportFailed, Aborted: see `Channel.post`.
             ManifestRefused: a tensor is not what was offered.
             DeadlineExceeded: tensors could not be read in time.
         """
@@ -66,7 +69,6 @@ class Sender:
         if not plan.buckets:
             on_read()
             return
-        total, sent = self._offer.manifest.nbytes, 0
         with (
             on_stream(device, self._offered),
             Beside("weightsync-pack", device, self._offered, deadline, cancelled) as packing,
@@ -74,21 +76,30 @@ class Sender:
             buffers = communicator.buffers(min(_BUFFERS, len(plan.buckets)), max(1, min(plan.bucket_bytes, plan.stream_bytes)))
             settle(device)
             job = packing.submit(functools.partial(self._fill, plan.buckets[0], buffers[0], on_read))
+            before: tuple[Bucket, Any] | None = None
             for number, bucket in enumerate(plan.buckets):
                 buffer, digests = buffers[number % len(buffers)], packing.result(job)
+                began = time.monotonic()
+                posted = communicator.post(parts(buffer[: bucket.nbytes], digests.to(communicator.device)), deadline, packing.ended)
+                self._settle(communicator, before, deadline, packing)
+                self.seconds["broadcast"] += time.monotonic() - began
+                before = bucket, posted
                 if number + 1 < len(plan.buckets):
-                    # The other buffer was broadcast to its end before this one.
+                    # The bucket before this one is there: its buffer is free.
                     other = buffers[(number + 1) % len(buffers)]
                     job = packing.submit(functools.partial(self._fill, plan.buckets[number + 1], other, on_read))
-                began = time.monotonic()
-                if bucket.nbytes:
-                    communicator.broadcast(buffer[: bucket.nbytes], deadline, packing.ended)
-                if bucket.complete:
-                    communicator.broadcast(digests.to(communicator.device), deadline, packing.ended)
-                self.seconds["broadcast"] += time.monotonic() - began
-                sent += sum(piece.nbytes for piece in bucket.pieces)
-                if self._progress is not None:
-                    self._progress(sent, total)
+            began = time.monotonic()
+            self._settle(communicator, before, deadline, packing)
+            self.seconds["broadcast"] += time.monotonic() - began
+
+    def _settle(self, communicator: Channel, before: tuple[Bucket, Any] | None, deadline: float, packing: Beside) -> None:
+        """Wait until a bucket is there, and say so."""
+        if before is not None:
+            bucket, posted = before
+            communicator.settle(posted, deadline, packing.ended)
+            self._sent += sum(piece.nbytes for piece in bucket.pieces)
+            if self._progress is not None:
+                self._progress(self._sent, self._offer.manifest.nbytes)
 
     # --- the packing thread --------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,8 +36,10 @@ import torch.distributed as dist
 from weightsync.errors import Aborted, ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport import network
+from weightsync.transport.channel import Channel
 from weightsync.transport.memory import huge_pages
 from weightsync.transport.rendezvous import engine_of, join_store, named
+from weightsync.transport.wire import Cancelled, never
 
 #: How long one wait lasts before cancellation is looked at again, seconds.
 _TICK_SECONDS = 0.05
@@ -52,7 +54,7 @@ _ASK_SECONDS = 1.0
 _PROBE_TAG, _LEAVE_TAG = 1, 2
 
 
-class Communicator:
+class Communicator(Channel):
     """A process group of the trainer (rank 0) and every worker.
 
     Args:
@@ -78,7 +80,7 @@ class Communicator:
         connect_seconds: float,
         operation_seconds: float,
         interface: str = "",
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Cancelled = never,
     ) -> None:
         self.info = info
         self.rank = rank
@@ -115,36 +117,38 @@ class Communicator:
 
     @property
     def open(self) -> bool:
-        """Whether it can still broadcast."""
         return self._group is not None
 
     def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Memory to pack buckets into, each of shape [nbytes], uint8, uninitialised."""
         return [huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)) for _ in range(count)]
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Send from rank 0 into everybody's `tensor`; returns when the bytes are there.
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> list[Any]:
+        with self._leaving(deadline) as group:
+            return [group.broadcast([tensor], self._options(deadline)) for tensor in tensors]
 
-        Args:
-            tensor: contiguous, on this communicator's device, equal shape and dtype everywhere.
-            deadline: `time.monotonic()` value after which it is given up.
-            cancelled: asked about every 50 ms.
+    def settle(self, posted: list[Any], deadline: float, cancelled: Cancelled = never) -> None:
+        with self._leaving(deadline):
+            for work in posted:
+                self._wait(work, deadline, cancelled)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
 
-        Raises:
-            TransportFailed: a peer is gone, or the deadline passed. The communicator is closed.
-            Aborted: `cancelled()` said so. The communicator is closed.
-        """
-        if self._group is None:
-            raise TransportFailed("the communicator is closed", hint="Sync again: a new one is made")
+    def _options(self, deadline: float) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         if self.device.type == "cpu":
             # Ends a gloo operation that was left; a little later, so that `_wait` is the one to say why.
             options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + 0.1)
+        return options
+
+    @contextlib.contextmanager
+    def _leaving(self, deadline: float) -> Iterator[Any]:
+        """The group; it is left on any error, which says what happened."""
+        if self._group is None:
+            raise TransportFailed("the communicator is closed", hint="Sync again: a new one is made")
         try:
-            work = self._group.broadcast([tensor], options)
-            self._wait(work, deadline, cancelled)
+            yield self._group
         except (TransportFailed, Aborted):
             self._leave()
             raise
@@ -158,7 +162,7 @@ class Communicator:
                 raise _too_late(self.rank) from exc
             raise TransportFailed(f"broadcast failed: {_first_line(exc)}", hint="A peer died or left; sync again") from exc
 
-    def _wait(self, work: Any, deadline: float, cancelled: Callable[[], bool]) -> None:
+    def _wait(self, work: Any, deadline: float, cancelled: Cancelled) -> None:
         probe_at = time.monotonic() + _PROBE_SECONDS
         while not work.is_completed():
             if cancelled():
@@ -178,8 +182,6 @@ class Communicator:
             else:
                 time.sleep(min(0.0002, left))
         work.wait()  # raises what went wrong, and orders the current CUDA stream behind the broadcast
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
     def _probe(self) -> None:
         """Raise TransportFailed when gloo peers' connections are broken."""
@@ -203,7 +205,7 @@ class Communicator:
         return TransportFailed(what, hint="Sync again", engine=engine_of(self.info, gone[0]) if len(gone) == 1 else None)
 
     def close(self) -> None:
-        """Leave; waits a moment for the group's threads to end, can be called twice."""
+        """Leave; waits a moment for the group's threads to end."""
         self._leave()
 
     def _leave(self) -> None:
@@ -239,7 +241,7 @@ def _dismiss(holder: list[Any]) -> None:
     thread.join(_CLOSE_SECONDS)
 
 
-def _in_time(make: Callable[[], Any], seconds: float, cancelled: Callable[[], bool], too_late: Callable[[Any], None]) -> Any:
+def _in_time(make: Callable[[], Any], seconds: float, cancelled: Cancelled, too_late: Callable[[Any], None]) -> Any:
     """What `make` returns or raises, run in a thread of its own; None when it has not ended in time.
 
     Raises:

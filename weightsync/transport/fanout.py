@@ -8,35 +8,22 @@ Not covered: who is reached how, which the controller decides.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
+from weightsync.transport.channel import Channel
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.local import Links, Listener
 from weightsync.transport.wire import Cancelled, never
 
 
-class Channel(Protocol):
-    """What sender and receiver need: a `Communicator`, a `FanOut`, or a worker's `Link`."""
-
-    info: CommunicatorInfo
-    device: torch.device
-
-    @property
-    def open(self) -> bool: ...
-
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]: ...
-
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Cancelled = ...) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class FanOut:
+class FanOut(Channel):
     """See the module.
 
     Args:
@@ -51,34 +38,43 @@ class FanOut:
 
     @property
     def open(self) -> bool:
-        """Whether it can still broadcast."""
         return self._links.open and (self._group is None or self._group.open)
 
     def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Shared segments to pack buckets into: what lies there is not copied again to be sent."""
+        """Shared segments: what lies there is not copied again to be sent."""
         return self._links.buffers(count, nbytes)
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Cancelled = never) -> None:
-        """As `Communicator.broadcast`. Whatever it raises, links and group are closed."""
-        try:
-            number = self._links.post(tensor, deadline, cancelled)
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> tuple[list[int | None], Any]:
+        with self._closing():
+            numbers = [self._links.post(tensor, deadline, cancelled) for tensor in tensors]
+            return numbers, None if self._group is None else self._group.post(tensors, deadline, cancelled)
+
+    def settle(self, posted: tuple[list[int | None], Any], deadline: float, cancelled: Cancelled = never) -> None:
+        numbers, others = posted
+        with self._closing():
             if self._group is not None:
                 try:
-                    self._group.broadcast(tensor, deadline, lambda: cancelled() or self._links.gone)
+                    self._group.settle(others, deadline, lambda: cancelled() or self._links.gone)
                 except Aborted:
                     if cancelled():
                         raise
                     raise self._links.blame() from None
-            self._links.settle(number, deadline, cancelled)
-        except BaseException:
-            self.close()
-            raise
+            for number in numbers:
+                self._links.settle(number, deadline, cancelled)
 
     def close(self) -> None:
-        """Leave; can be called twice."""
         self._links.close()
         if self._group is not None:
             self._group.close()
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Links and group end together."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def join(

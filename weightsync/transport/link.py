@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 
 import torch
 
 from weightsync.errors import TransportFailed, WeightSyncError
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport import segment
+from weightsync.transport.channel import Channel
 from weightsync.transport.segment import Segment
 from weightsync.transport.wire import SAME, Cancelled, Wire, closed, never
 
@@ -22,7 +24,7 @@ from weightsync.transport.wire import SAME, Cancelled, Wire, closed, never
 Member = tuple[int, int]
 
 
-class Link:
+class Link(Channel):
     """A worker's end. What `Communicator` is to the others.
 
     Args:
@@ -64,20 +66,23 @@ class Link:
 
     @property
     def open(self) -> bool:
-        """Whether it can still be used."""
         return self._wire is not None
 
     def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """Memory of its own: a worker shares nothing."""
         return [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Cancelled = never) -> None:
-        """Take what the trainer sends into `tensor`; as `Communicator.broadcast`, with its errors."""
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> Sequence[torch.Tensor]:
+        """Nothing has to be begun: `settle` takes what the trainer says is there."""
+        return tensors
+
+    def settle(self, posted: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> None:
         wire = self._wire
         try:
             if wire is None:
                 raise closed()
-            self._take(wire, tensor, deadline, cancelled)
+            for tensor in posted:
+                self._take(wire, tensor, deadline, cancelled)
         except WeightSyncError as exc:
             self._fail(wire, exc)
             raise
@@ -87,7 +92,7 @@ class Link:
             raise error from exc
 
     def close(self) -> None:
-        """Leave, and let the segments go. Can be called twice, and by any thread."""
+        """Leave, and let the segments go."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()

@@ -22,8 +22,8 @@ import torch
 
 from weightsync.errors import Aborted, InternalError, ProtocolMismatch
 from weightsync.protocol import PROTOCOL_VERSION, BeginOrder, UpdateRequest
+from weightsync.transport.channel import Channel
 from weightsync.transport.communicator import Communicator
-from weightsync.transport.fanout import Channel
 from weightsync.transport.link import Link
 from weightsync.transport.rendezvous import engine_of, rank_of
 

@@ -8,8 +8,9 @@ values are looked at: NaN, infinity, and what the dtype it is loaded into can't 
 the update, where bytes are staged when all tensors are in, so that the trainer is told
 of every one. Nothing here touches the model.
 
-A second thread looks at a bucket while the next arrives, which lands in other memory; what
-it has passed is handed on when that one is here.
+A second thread looks at a bucket while the next arrives, which lands in other memory and was
+asked for before this one was here, so that the transport need not wait for us between them;
+what has been looked at is handed on before the next but one is asked for.
 
 Not covered: what becomes of the tensors.
 """
@@ -20,6 +21,8 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,12 +30,24 @@ from weightsync.errors import BadValues, DigestMismatch, InternalError, Manifest
 from weightsync.protocol import BeginOrder, Phase
 from weightsync.transport import digest, finite, retained
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
-from weightsync.transport.fanout import Channel
+from weightsync.transport.channel import Channel, parts
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 from weightsync.worker import staging, streaming
 
+#: A bucket that is there, and the job that looks at it.
+_Checked = tuple[Bucket, Job[None]]
 #: As many tensors with values that are refused are described; the others are counted.
 _SHOWN = 20
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A bucket on its way: where it lands, and the digests of the tensors that it completes."""
+
+    bucket: Bucket
+    target: torch.Tensor
+    digests: torch.Tensor
+    posted: Any
 
 
 class Receiver:
@@ -173,20 +188,30 @@ class Receiver:
         ):
             landings = self._landings(into)
             settle(device)
-            before: tuple[Bucket, Job[None]] | None = None
+            checked: _Checked | None = None
+            coming: _Coming | None = None
             for number, bucket in enumerate(buckets):
+                # This one lands where the one before the last did.
+                self._finish(checked, checking, into)
                 target = landings[number % len(landings)][: bucket.nbytes] if landings else into.window(bucket)
-                if bucket.nbytes:
-                    communicator.broadcast(target, self._deadline, checking.ended)
                 # Not zeros, which fresh memory holds and which are the digest of zeros: what was never delivered would be taken for proved.
                 digests = torch.full((len(bucket.complete), 2), -1, dtype=torch.int64, device=communicator.device)
-                if bucket.complete:
-                    communicator.broadcast(digests, self._deadline, checking.ended)
-                self.nbytes += sum(piece.nbytes for piece in bucket.pieces)
-                self._finish(before, checking, into)
-                # The one after this lands where the one before this did, which has been looked at by now.
-                before = bucket, checking.submit(functools.partial(self._check, bucket, target, digests, into))
-            self._finish(before, checking, into)
+                posted = communicator.post(parts(target, digests), self._deadline, checking.ended)
+                checked = self._arrive(coming, communicator, checking, into)
+                coming = _Coming(bucket, target, digests, posted)
+            self._finish(checked, checking, into)
+            self._finish(self._arrive(coming, communicator, checking, into), checking, into)
+
+    def _arrive(
+        self, coming: _Coming | None, communicator: Channel, checking: Beside, into: staging.Whole | streaming.Passing
+    ) -> _Checked | None:
+        """Wait for a bucket and its digests, and have it looked at."""
+        if coming is None:
+            return None
+        communicator.settle(coming.posted, self._deadline, checking.ended)
+        self.nbytes += sum(piece.nbytes for piece in coming.bucket.pieces)
+        look = functools.partial(self._check, coming.bucket, coming.target, coming.digests, into)
+        return coming.bucket, checking.submit(look)
 
     def _landings(self, into: staging.Whole | streaming.Passing) -> list[torch.Tensor]:
         """Memory in which buckets land that are then moved; none where they land in their place."""
@@ -195,10 +220,10 @@ class Receiver:
         most = min(self.plan.bucket_bytes, self.plan.stream_bytes)
         return [torch.empty(most, dtype=torch.uint8, device=self._landing) for _ in self.plan.buckets[:2]]
 
-    def _finish(self, before: tuple[Bucket, Job[None]] | None, checking: Beside, into: staging.Whole | streaming.Passing) -> None:
+    def _finish(self, checked: _Checked | None, checking: Beside, into: staging.Whole | streaming.Passing) -> None:
         """Wait until a bucket has been looked at, and hand over what it made whole."""
-        if before is not None:
-            bucket, job = before
+        if checked is not None:
+            bucket, job = checked
             checking.result(job)
             into.hand_over(bucket.complete)
 

@@ -1,0 +1,70 @@
+"""What an update's bytes go through: what a trainer, a worker, and an engine that hands on what it keeps need of it.
+
+Not covered: how a channel is made, which is a matter of its kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weightsync.protocol import CommunicatorInfo
+from weightsync.transport.wire import Cancelled, never
+
+
+class Channel(ABC):
+    """From one trainer to its workers, in one order.
+
+    Attributes:
+        info: what was agreed on.
+        device: where what is sent lies, or what arrives.
+    """
+
+    info: CommunicatorInfo
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Whether it can still be used."""
+
+    @abstractmethod
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Memory to pack buckets into, each of shape [nbytes], uint8, uninitialised."""
+
+    @abstractmethod
+    def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> Any:
+        """Begin to send from the trainer into everybody's tensors, in order and behind what was posted before.
+
+        Args:
+            tensors: contiguous, on this channel's device, equal shapes and dtypes everywhere; not to be touched before `settle`.
+            deadline: `time.monotonic()` value after which it is given up.
+            cancelled: asked about every 50 ms.
+
+        Returns:
+            What `settle` is given.
+
+        Raises:
+            TransportFailed: a peer is gone, or the deadline passed. The channel is closed.
+            Aborted: `cancelled()` said so. The channel is closed.
+        """
+
+    @abstractmethod
+    def settle(self, posted: Any, deadline: float, cancelled: Cancelled = never) -> None:
+        """Wait until everybody has what was posted; in the order of posting. Arguments and errors as of `post`."""
+
+    def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Cancelled = never) -> None:
+        """One tensor, to its end."""
+        self.settle(self.post([tensor], deadline, cancelled), deadline, cancelled)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Can be called twice, and by any thread."""
+
+
+def parts(bucket: torch.Tensor, digests: torch.Tensor) -> list[torch.Tensor]:
+    """What is posted of a bucket: its bytes, and behind them the digests of the tensors that it completes; neither where it is empty."""
+    return [tensor for tensor in (bucket, digests) if tensor.numel()]
