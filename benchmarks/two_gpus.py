@@ -50,6 +50,7 @@ _COMMON: dict[str, Any] = {
     "load_format": "dummy",
     "cudagraph_capture_sizes": [1, 2, 4],
     "kernel_config": {"enable_flashinfer_autotune": False},
+    "gpu_memory_utilization": 0.15,  # what has to be free at the start: engines of all formats share the GPU
 }
 _SIZES: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 30, "skip_tokenizer_init": True}
 _RESULTS = Path(__file__).parent / "results"
@@ -81,9 +82,9 @@ def config(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors on the first GPU, equal for equal seeds."""
-    shape, random = transport.SHAPES["qwen3-8b"], torch.Generator("cuda:0").manual_seed(seed)
+def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint, by name."""
+    shape = transport.SHAPES["qwen3-8b"]
     query, pair = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linear = {
         "self_attn.q_proj": (query, shape.hidden), "self_attn.k_proj": (pair, shape.hidden), "self_attn.v_proj": (pair, shape.hidden),
@@ -98,9 +99,28 @@ def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
     for layer in range(layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in linear.items()}
         shapes |= {f"model.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
-    shapes |= {"model.norm.weight": (shape.hidden,), "lm_head.weight": (shape.vocabulary, shape.hidden)}
-    made = {}
-    for name, size in shapes.items():
+    return shapes | {"model.norm.weight": (shape.hidden,), "lm_head.weight": (shape.vocabulary, shape.hidden)}
+
+
+def checkpoint(folder: Path, layers: int) -> Path:
+    """A checkpoint of zeros that takes no room on the disk: engines start on random weights, and read names and shapes here."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config(layers)))
+    header, end = {}, 0
+    for name, size in shapes_of(layers).items():
+        begin, end = end, end + 2 * torch.Size(size).numel()
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors on the first GPU, equal for equal seeds."""
+    random, made = torch.Generator("cuda:0").manual_seed(seed), {}
+    for name, size in shapes_of(layers).items():
         values = torch.empty(size, dtype=torch.bfloat16, device="cuda:0")
         made[name] = values.fill_(1.0) if len(size) == 1 else values.normal_(0.0, 0.02, generator=random)
     return made
@@ -324,10 +344,9 @@ def main() -> int:
         raise SystemExit("two CUDA devices are needed")
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as running:
         folder = Path(made)
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(config(given.layers)))
-        fleets = {name: serve(folder / "model", folder / name, FORMATS[name]) for name in given.formats}
-        stocks = {name: Stock(folder / "model", {**_SIZES, **_COMMON, **FORMATS[name]}) for name in given.formats}
+        model = checkpoint(folder / "model", given.layers)
+        fleets = {name: serve(model, folder / name, FORMATS[name]) for name in given.formats}
+        stocks = {name: Stock(model, {**_SIZES, **_COMMON, **FORMATS[name]}) for name in given.formats}
         for fleet in fleets.values():
             running.callback(fleet.stop)
         for stock in stocks.values():

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weightsync.errors import ManifestRefused
+from weightsync.errors import ManifestRefused, UnsupportedEngine
 from weightsync.protocol import TensorSpec
 from weightsync.worker import regions
 from weightsync.worker.meta_reads import MetaReads
@@ -199,9 +199,18 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def checkpoint_specs(folder: Path) -> list[TensorSpec]:
-    """Names, dtypes and shapes in a checkpoint folder's safetensors files, from their headers alone."""
+    """Names, dtypes and shapes in a checkpoint folder's safetensors files, from their headers alone.
+
+    Raises:
+        UnsupportedEngine: there is none.
+    """
     specs = []
-    for file in checkpoint_files(folder):
+    if not (files := checkpoint_files(folder)):
+        raise UnsupportedEngine(
+            f"{folder} holds no safetensors file, which say what an update may consist of",
+            hint="Start the engine from a folder with the checkpoint's safetensors files, also where load_format is dummy",
+        )
+    for file in files:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
