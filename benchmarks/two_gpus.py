@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -155,7 +156,7 @@ def stock_engine(ours: Connection, folder: str, arguments: dict[str, Any]) -> No
 
 
 class Stock:
-    """vLLM's own way: the engine's process, and the trainer's end of its transfer. Structurally vLLM's `VLLMWeightSyncClient`."""
+    """vLLM's own way, as of 0.33: the engine's process, and the trainer's end of its transfer. Structurally vLLM's `VLLMWeightSyncClient`."""
 
     def __init__(self, folder: Path, arguments: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -215,10 +216,11 @@ class Stock:
         stock = self
 
         class Source(WeightSource):  # type: ignore[misc]
+            @functools.cached_property
             def metadata(self) -> list[Any]:
                 return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stock._current.items()]
 
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return iter(stock._current.items())
 
         with socket.socket() as free:

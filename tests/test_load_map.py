@@ -789,10 +789,10 @@ def test_loaders_get_the_engines_names_and_reports_the_trainers_however_tensors_
     skipping: list[str] = []
     assert [name for name, _ in whole.update(found, ["x.a"]).stream(skipping)] == ["x.b"]
     assert skipping == ["module.x.a", "x.b"]
+
+
 def test_a_folder_without_safetensors_files_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UnsupportedEngine, match=f"{tmp_path} holds no safetensors file") as caught:
         loadmap().checkpoint_specs(tmp_path)
     assert "load_format" in caught.value.hint
-
-

@@ -58,7 +58,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def fleet_of(folder: Path, home: Path, arguments: dict[str, Any], *more: str, fault: Path | None = None) -> Iterator[Fleet]:
     os.environ.update({"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"})
     flags = [
-        "--engine.device=cuda", "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400",
+        # Where an update is kept for engines that come later, the first worker has all of it.
+        "--engine.device=cuda", "--sync.retain_engines=0", "--engine.kv_cache_memory_bytes=268435456", "--engine.start_timeout_seconds=400",
         *flags_of(arguments), *more,
     ]  # fmt: skip
     env = {"NCCL_HOSTID": "engine", "NCCL_SOCKET_IFNAME": "lo", **(with_faults(fault) if fault else {})}
