@@ -156,7 +156,7 @@ def stock_engine(ours: Connection, folder: str, arguments: dict[str, Any]) -> No
 
 
 class Stock:
-    """vLLM's own way, as of 0.33: the engine's process, and the trainer's end of its transfer. Structurally vLLM's `VLLMWeightSyncClient`."""
+    """vLLM's own way, as of 0.33: the engine's process, and the trainer's end of its transfer, which takes this for its client."""
 
     def __init__(self, folder: Path, arguments: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")

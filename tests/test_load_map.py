@@ -19,7 +19,7 @@ import torch
 from benchmarks.checkpoints import KINDS
 from tests.checkpoints import EXPERTS, HIDDEN, LAYERS, VOCAB, _common
 from tests.fleets import ENGINE_ARGS
-from weightsync.errors import ConfigError, ManifestRefused
+from weightsync.errors import ConfigError, ManifestRefused, UnsupportedEngine
 from weightsync.protocol import Manifest, TensorSpec
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, UnsupportedEngine
 from weightsync.protocol import TensorSpec
 from weightsync.worker.loadmap import checkpoint_specs
 
@@ -42,10 +42,10 @@ def require_checkpoint(folder: Path, flag: str) -> tuple[dict[str, Any], dict[st
         raise ConfigError(f"{flag}: {folder / 'config.json'} names no architecture")
     try:
         specs = checkpoint_specs(folder)
+    except UnsupportedEngine:
+        raise ConfigError(f"{flag}: got {folder}, {want}: it has no safetensors files") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, struct.error) as exc:
         raise ConfigError(f"{flag}: the safetensors files in {folder} can't be read: {type(exc).__name__}: {exc}") from None
-    if not specs:
-        raise ConfigError(f"{flag}: got {folder}, {want}: it has no safetensors files")
     return config, {spec.name: spec for spec in specs}
 
 
