@@ -55,10 +55,11 @@ def spoilt(name: str) -> Callable[[Tensors], Tensors]:
 class Flipping(Sender):
     """A bit of the third bucket changes between the digest and the worker."""
 
-    def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        super()._pack(bucket, buffer)
+    def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+        packed = super()._pack(bucket, window)
         if bucket is self._plan.buckets[2]:
-            buffer[bucket.pieces[0].bucket_offset + 8] ^= 4
+            window[bucket.pieces[0].bucket_offset + 8] ^= 4
+        return packed
 
 
 class Short:
@@ -66,7 +67,7 @@ class Short:
 
     def __init__(self, wire: Communicator, leaves: bool) -> None:
         self._wire, self.device, self._leaves, self._count = wire, wire.device, leaves, 0
-        self.buffers = wire.buffers
+        self.ground, self.end = wire.ground, wire.end
 
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
         self._count += tensor.dtype == torch.uint8

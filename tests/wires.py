@@ -17,7 +17,8 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
-from weightsync.transport.packing import plan_buckets
+from weightsync.transport.ground import Ground, in_turns, turns_of
+from weightsync.transport.packing import BucketPlan, plan_buckets
 from weightsync.worker.receiver import Receiver
 
 CPU = torch.device("cpu")
@@ -39,8 +40,12 @@ class Wire:
         self._through, self._rank, self.device = through, rank, device
         self.before: Callable[[torch.Tensor], None] = lambda tensor: None
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Callable[[], bool]) -> Ground:
+        count, nbytes = turns_of(plan)
+        return in_turns([torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)])
+
+    def end(self, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """A broadcast is over when it returns."""
 
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool]) -> None:
         self.before(tensor)

@@ -36,7 +36,9 @@ import torch.distributed as dist
 from weightsync.errors import Aborted, ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport import network
+from weightsync.transport.ground import Ground, in_turns, turns_of
 from weightsync.transport.memory import huge_pages
+from weightsync.transport.packing import BucketPlan
 from weightsync.transport.rendezvous import engine_of, join_store, named
 
 #: How long one wait lasts before cancellation is looked at again, seconds.
@@ -118,9 +120,13 @@ class Communicator:
         """Whether it can still broadcast."""
         return self._group is not None
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Memory to pack buckets into, each of shape [nbytes], uint8, uninitialised."""
-        return [huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)) for _ in range(count)]
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> Ground:
+        """Begin an update, in a trainer: memory to pack its buckets into, uninitialised."""
+        count, nbytes = turns_of(plan)
+        return in_turns([huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)) for _ in range(count)])
+
+    def end(self, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """End an update: nothing is left to wait for, since a broadcast returns when everybody has the bytes."""
 
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Send from rank 0 into everybody's `tensor`; returns when the bytes are there.

@@ -1,14 +1,17 @@
 """A trainer's side of its communicator: links to the workers on its own host, a process group with the others, or one of them.
 
-One packed bucket serves both: it lies in a shared segment, local workers copy it while the
-process group broadcasts it, and a broadcast returns when everybody has it.
+One packed bucket serves both: it lies in a local worker's own memory, or in a segment out of which
+local workers copy, and the process group broadcasts it from there. A broadcast returns when the
+group has it, and who copies; `end` when everybody has seen everything.
 
 Not covered: who is reached how, which the controller decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -16,12 +19,19 @@ import torch
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport.communicator import Communicator
-from weightsync.transport.local import Links, Listener
+from weightsync.transport.ground import Ground
+from weightsync.transport.links import Links
+from weightsync.transport.local import Listener
+from weightsync.transport.packing import BucketPlan
 from weightsync.transport.wire import Cancelled, never
 
 
 class Channel(Protocol):
-    """What sender and receiver need: a `Communicator`, a `FanOut`, or a worker's `Link`."""
+    """What a receiver needs: a `Communicator`, or a worker's `Link`.
+
+    Attributes:
+        device: where small things that are broadcast lie, and buckets of a `Communicator`.
+    """
 
     info: CommunicatorInfo
     device: torch.device
@@ -29,11 +39,17 @@ class Channel(Protocol):
     @property
     def open(self) -> bool: ...
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]: ...
-
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Cancelled = ...) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Outlet(Channel, Protocol):
+    """What a sender needs: a `Communicator`, or a `FanOut`. An update is `ground`, broadcasts of what is packed there, `end`."""
+
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = ...) -> Ground: ...
+
+    def end(self, deadline: float, cancelled: Cancelled = ...) -> None: ...
 
 
 class FanOut:
@@ -47,20 +63,32 @@ class FanOut:
     """
 
     def __init__(self, info: CommunicatorInfo, device: torch.device, links: Links, group: Communicator | None) -> None:
-        self.info, self.device, self._links, self._group = info, device, links, group
+        self.info, self._links, self._group = info, links, group
+        # Digests go to local workers as messages.
+        self.device = torch.device("cpu") if group is None else device
 
     @property
     def open(self) -> bool:
         """Whether it can still broadcast."""
         return self._links.open and (self._group is None or self._group.open)
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Shared segments to pack buckets into: what lies there is not copied again to be sent."""
-        return self._links.buffers(count, nbytes)
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> Ground:
+        """Memory that workers share with this process: what is packed there is not copied again to be sent to the first of them.
+
+        Raises:
+            TransportFailed, Aborted: see `Links.ground`; links and group are closed.
+        """
+        with self._closing():
+            return self._links.ground(plan, deadline, cancelled)
+
+    def end(self, deadline: float, cancelled: Cancelled = never) -> None:
+        """Wait until local workers have seen all of the update, and hold nothing of theirs any more. Raises as `ground`."""
+        with self._closing():
+            self._links.end(deadline, cancelled)
 
     def broadcast(self, tensor: torch.Tensor, deadline: float, cancelled: Cancelled = never) -> None:
         """As `Communicator.broadcast`. Whatever it raises, links and group are closed."""
-        try:
+        with self._closing():
             number = self._links.post(tensor, deadline, cancelled)
             if self._group is not None:
                 try:
@@ -70,15 +98,20 @@ class FanOut:
                         raise
                     raise self._links.blame() from None
             self._links.settle(number, deadline, cancelled)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Leave; can be called twice."""
         self._links.close()
         if self._group is not None:
             self._group.close()
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def join(
@@ -89,7 +122,7 @@ def join(
     operation_seconds: float,
     interface: str = "",
     cancelled: Cancelled = never,
-) -> Channel:
+) -> Outlet:
     """Join a communicator as its trainer. Arguments as for `Communicator`.
 
     Args:
