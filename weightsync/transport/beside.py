@@ -101,9 +101,11 @@ class Beside:
             BaseException: the first that a job raised.
             Aborted, DeadlineExceeded: it was waited for in vain.
         """
-        while not job.done.wait(_LOOK_SECONDS):
-            if self._cancelled():
+        while True:
+            if self._cancelled():  # asked also of who never has to wait
                 raise Aborted("the update was aborted while its tensors were read or checked")
+            if job.done.wait(_LOOK_SECONDS):
+                break
             if time.monotonic() > self._deadline:
                 raise DeadlineExceeded("reading or checking tensors did not end before the update's deadline")
         if self._error is not None:
