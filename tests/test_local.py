@@ -728,4 +728,4 @@ def test_a_trainer_without_a_socket_can_not_join_local_workers() -> None:
 
 def test_the_benchmark_measures_a_bucket_over_a_link_beside_a_copy() -> None:
     found = local_link.measure("cpu", 1 << 20, 3)
-    assert set(found) == {"link", "copy"} and all(len(seconds) == 3 and min(seconds) > 0 for seconds in found.values())
+    assert set(found) == {"link", "ground", "end", "copy"} and all(len(seconds) == 3 and min(seconds) > 0 for seconds in found.values())
