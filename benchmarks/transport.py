@@ -5,10 +5,13 @@
 Two processes on this machine. In every round all ways take turns, so that what else the machine does meets each of
 them; a round is for one bucket size, and rounds of all sizes take turns too. `bare` is `torch.distributed.broadcast`
 from memory that lies ready into memory that lies ready, in pieces of a bucket's size, and `bare, whole` in one piece; for
-`local`, where buckets lie in memory that both processes have mapped, both are a copy on the device inside one process.
+`local`, where both processes map one memory, both are a copy on the device inside one process.
 Then the service's own sender and communicator: `packed` into a worker that lets buckets go, `staged` into the
-service's receiver with fresh memory for each update, `digests` with both sides' digests, `all` with the look at values
-as well, which is what an update does.
+service's receiver, `digests` with both sides' digests, `all` with the look at values as well, which is what an update does.
+With `local` the receiver lends the trainer the memory that it stages in, and `packed` is the way of a worker that lends nothing.
+What an update makes is made while it is timed: the receiver with its memory, and what maps that. As in an engine, memory of a GPU
+comes from where the last update has left it, torch's allocator or for `local` the worker's (`staging.Regions`); `--fresh` has
+that one made anew.
 
 NCCL takes two GPUs. `--one-gpu` puts both processes on one, for a look at whether it works: its rate says nothing. `local`
 takes the first GPU where there is one, and host memory else.
@@ -41,7 +44,7 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import digest
-from weightsync.transport.channel import Channel, parts
+from weightsync.transport.channel import Outlet, parts
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.fanout import join
 from weightsync.transport.link import Link
@@ -49,6 +52,7 @@ from weightsync.transport.local import Listener
 from weightsync.transport.packing import plan_buckets
 from weightsync.transport.rendezvous import host_store
 from weightsync.worker.receiver import Receiver
+from weightsync.worker.staging import Regions
 
 WAYS = ("bare", "bare, whole", "packed", "staged", "digests", "all")
 #: Which way must reach which share of `bare` in the same pieces.
@@ -110,16 +114,18 @@ class Side:
         backend = "nccl" if nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=2, device_id=self.device if nccl else None)
         self._nccl = nccl
-        self.communicator: Channel = self._link(store) if self._local else Communicator(info, rank, self.device, _SECONDS, _SECONDS)
+        self.communicator: Any = self._link(store) if self._local else Communicator(info, rank, self.device, _SECONDS, _SECONDS)
         shapes = SHAPES[given.shape].tensors(given.gigabytes)
         values = torch.randn(sum(map(_count, shapes)), device=self.device, dtype=torch.bfloat16)
         parts = values.split([_count(shape) for shape in shapes])
         # The tensors of the model are views of what `bare` sends.
         self.offer: Offer = offer((f"t{index}", part.view(shape)) for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)))
         self.nbytes, self.flat = values.nbytes, values.view(torch.uint8)
+        self.regions = Regions()
+        self._fresh = given.fresh
         self.parts: dict[str, float] = {}  # seconds by part, of the service's update that was timed last
 
-    def _link(self, store: dist.Store) -> Channel:
+    def _link(self, store: dist.Store) -> Link | Outlet:
         if self.rank == 1:
             return Link(self._info, (0, 0), store.get("name").decode(), store.get("secret").decode(), self.device, _SECONDS)
         listener = Listener()
@@ -156,7 +162,9 @@ class Side:
             elif way == "packed":
                 yield lambda: self._let_go(bucket_bytes)
             else:
-                yield self._receiver(bucket_bytes, way != "all")
+                yield lambda: self._receive(bucket_bytes, way != "all")
+        if self._local and way == "packed":  # a fleet does not change between the two: the next way is not to be charged for unmapping
+            (self.communicator if self.rank else self.communicator._links)._drop_ring()
 
     def _bare(self, size: int, ready: torch.Tensor | None) -> None:
         if ready is not None:
@@ -173,17 +181,22 @@ class Side:
 
     def _let_go(self, bucket_bytes: int) -> None:
         """Receive into the same memory over and over."""
-        until = time.monotonic() + _SECONDS
+        until, channel = time.monotonic() + _SECONDS, self.communicator
+        plan = plan_buckets(self.offer.manifest, bucket_bytes)
+        if isinstance(channel, Link):
+            channel.lend(None, plan, until)
         before: Any = None
-        for bucket in plan_buckets(self.offer.manifest, bucket_bytes).buckets:
-            digests = torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=self.device)
-            posted = self.communicator.post(parts(self.flat[: bucket.nbytes], digests), until)
+        for bucket in plan.buckets:
+            digests = torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=channel.device)
+            posted = channel.post(parts(self.flat[: bucket.nbytes], digests), until)
             if before is not None:
-                self.communicator.settle(before, until)
+                channel.settle(before, until)
             before = posted
-        self.communicator.settle(before, until)
+        channel.settle(before, until)
+        if isinstance(channel, Link):
+            channel.end(until)
 
-    def _receiver(self, bucket_bytes: int, allow_nonfinite: bool) -> Callable[[], None]:
+    def _receive(self, bucket_bytes: int, allow_nonfinite: bool) -> None:
         plan = plan_buckets(self.offer.manifest, bucket_bytes)
         request = UpdateRequest(
             "u", "t", 1, self.offer.manifest, plan.bucket_bytes, plan.hash, _SECONDS,
@@ -191,16 +204,14 @@ class Side:
         )  # fmt: skip
         stage = "gpu" if self.device.type == "cuda" else "host"
         order = BeginOrder(request, self._info, 0, 1, _SECONDS, stage=stage)
-        receiver = Receiver(order, 0, self.device, self.device, lambda: self.communicator)
-
-        def receive() -> None:
-            receiver.start()
-            receiver._thread.join(_SECONDS)
-            assert receiver.ready and receiver.error is None, receiver.error
-            self.parts = receiver.seconds
-            receiver.discard()
-
-        return receive
+        if self._fresh:
+            self.regions.drop()
+        receiver = Receiver(order, 0, self.device, self.device, lambda: self.communicator, regions=self.regions)
+        receiver.start()
+        receiver._thread.join(_SECONDS)
+        assert receiver.ready and receiver.error is None, receiver.error
+        self.parts = receiver.seconds
+        receiver.discard()
 
 
 def run(rank: int, given: argparse.Namespace, info: CommunicatorInfo, results: Any) -> None:
@@ -268,7 +279,7 @@ def _watch(processes: list[Any], results: Any) -> None:
 def _spread(rates: list[float]) -> dict[str, float]:
     low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
     found = {"median": statistics.median(rates), "quarter": low, "three_quarters": high, "best": max(rates)}
-    return {name: round(rate, 2) for name, rate in found.items()}
+    return {name: round(rate, 3) for name, rate in found.items()}
 
 
 def shares(rows: list[dict[str, Any]]) -> None:
@@ -301,6 +312,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0, help="torch's threads in each process; 0 leaves them")
     parser.add_argument("--one-gpu", action="store_true")
+    parser.add_argument("--fresh", action="store_true", help="local: a worker's memory is made anew for each update")
     given = parser.parse_args()
     before = os.getloadavg()[0]
     rows, facts = measure(given)
@@ -308,8 +320,8 @@ def main() -> int:
     way, share = GOALS[given.transport]
     reached = max(row["of_bare"] for row in rows if row["way"] == way) >= share
     result = {
-        **facts, "transport": given.transport, "shape": given.shape, "one_gpu": given.one_gpu, "repeats": given.repeats,
-        "cores": os.cpu_count(), "load": [round(before, 1), round(os.getloadavg()[0], 1)],
+        **facts, "transport": given.transport, "shape": given.shape, "one_gpu": given.one_gpu, "fresh": given.fresh,
+        "repeats": given.repeats, "cores": os.cpu_count(), "load": [round(before, 1), round(os.getloadavg()[0], 1)],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "goal": {"way": way, "of_bare": share, "reached": reached}, "rows": rows,
     }  # fmt: skip

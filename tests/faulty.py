@@ -23,9 +23,10 @@ import torch
 
 from tests.bench import SECONDS, WAYS, Bench, Fault, Gone, Send, Tensors, send, structure
 from weightsync.client.sender import Sender
-from weightsync.transport.channel import Channel
+from weightsync.transport.channel import Outlet
 from weightsync.transport.communicator import Communicator
-from weightsync.transport.packing import Bucket
+from weightsync.transport.ground import Ground
+from weightsync.transport.packing import Bucket, BucketPlan
 from weightsync.transport.wire import Cancelled, never
 from weightsync.worker import staging
 
@@ -57,13 +58,14 @@ def spoilt(name: str) -> Callable[[Tensors], Tensors]:
 class Flipping(Sender):
     """A bit of the third bucket changes between the digest and the worker."""
 
-    def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        super()._pack(bucket, buffer)
+    def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+        packed = super()._pack(bucket, window)
         if bucket is self._plan.buckets[2]:
-            buffer[bucket.pieces[0].bucket_offset + 8] ^= 4
+            window[bucket.pieces[0].bucket_offset + 8] ^= 4
+        return packed
 
 
-class Short(Channel):
+class Short(Outlet):
     """A wire on which the fourth bucket ends half way; the trainer leaves then, or goes on as if nothing had been."""
 
     def __init__(self, wire: Communicator, leaves: bool) -> None:
@@ -73,8 +75,11 @@ class Short(Channel):
     def open(self) -> bool:
         return self._wire.open
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        return self._wire.buffers(count, nbytes)
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> Ground:
+        return self._wire.ground(plan, deadline, cancelled)
+
+    def end(self, deadline: float, cancelled: Cancelled = never) -> None:
+        self._wire.end(deadline, cancelled)
 
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> Any:
         self._count += 1

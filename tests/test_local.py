@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import local_link
@@ -30,9 +30,11 @@ from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import fanout, rendezvous, wire
 from weightsync.transport.link import Link
 from weightsync.transport.local import Listener
-from weightsync.transport.packing import plan_buckets
+from weightsync.transport.packing import BucketPlan, plan_buckets
 from weightsync.worker.joining import Joining
 from weightsync.worker.receiver import Receiver
+from weightsync.worker.staging import Regions, Whole
+from weightsync.worker.streaming import Passing
 
 CPU = torch.device("cpu")
 BUCKET = 4096
@@ -83,16 +85,26 @@ def receive(state: dict[str, Any], order: BeginOrder, rank: int) -> dict[str, by
     """One update, as a worker receives it; what arrived."""
     device = device_of(order.communicator)
     joining = state.setdefault("joining", Joining(device, rank))
-    receiver = Receiver(order, rank, device, device, joining.begin(order))
+    regions = state.setdefault("regions", Regions())
+    receiver = Receiver(order, rank, device, device, joining.begin(order), regions=regions)
+    into, taken = receiver.held(), None
     receiver.start()
+    if isinstance(into, Passing):  # as a loader takes them
+        with contextlib.suppress(WeightSyncError):
+            taken = [bytes_of(into.take(index)) for index in range(len(order.request.manifest.tensors))]
     while receiver._thread.is_alive():
         receiver._thread.join(0.01)
     if receiver.error is not None:
         joining.end(order)
         joining.leave()
         raise receiver.error
+    state["landed"] = isinstance(into, Whole) and into.lent is not None
     names = [spec.name for spec in order.request.manifest.tensors]
-    return {name: receiver.held().tensor(index).cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for index, name in enumerate(names)}
+    return {name: bytes_of(into.tensor(index)) if taken is None else taken[index] for index, name in enumerate(names)}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def receive_timed(state: dict[str, Any], order: BeginOrder, rank: int) -> tuple[WeightSyncError, float]:
@@ -123,6 +135,8 @@ def leave(state: dict[str, Any]) -> None:
         channel.close()
     if (joining := state.pop("joining", None)) is not None:
         joining.leave()
+    if (regions := state.pop("regions", None)) is not None:
+        regions.drop()
 
 
 def held(state: dict[str, Any]) -> tuple[int, int]:
@@ -136,15 +150,19 @@ def held(state: dict[str, Any]) -> tuple[int, int]:
 
 
 class Stage:
-    """A trainer and its workers, each in a process of its own: as many local ones as are asked for, and the rest over gloo."""
+    """A trainer and its workers, each in a process of its own: as many local ones as are asked for, and the rest over gloo.
+
+    Where `stages` is `auto` the local ones lend the trainer the memory that they stage in; where it is `none` they copy out of its ring.
+    With several, they take turns.
+    """
 
     _store = None
     _generations = itertools.count(1)
 
-    def __init__(self, local: int, remote: int = 0, transport: str = "gloo") -> None:
+    def __init__(self, local: int, remote: int = 0, transport: str = "gloo", stages: tuple[str, ...] = ("auto",)) -> None:
         if Stage._store is None:
             Stage._store = rendezvous.host_store("127.0.0.1", 20.0)
-        self.local, self.remote, self.transport = local, remote, transport
+        self.local, self.remote, self.transport, self.stages = local, remote, transport, stages
         self.trainer, *self.workers = [self._peer() for _ in range(1 + local + remote)]
         for peer in (self.trainer, *self.workers):
             peer.ready()
@@ -167,14 +185,14 @@ class Stage:
         )
         self.reach = self.trainer.call(listen)
 
-    def order(self, tensors: Tensors, bucket: int, seconds: float = 20.0) -> BeginOrder:
-        return BeginOrder(request_of(tensors, bucket, seconds, self.reach, self.transport), self.info, 0, 1, 10.0)
+    def order(self, tensors: Tensors, bucket: int, seconds: float = 20.0, rank: int = 0) -> BeginOrder:
+        stage = self.stages[rank % len(self.stages)]
+        return BeginOrder(request_of(tensors, bucket, seconds, self.reach, self.transport), self.info, 0, 1, 10.0, stage=stage)
 
     def begin(self, tensors: Tensors, bucket: int = BUCKET, hold: bool = False, seconds: float = 0.0, timed: bool = False) -> None:
         seconds = seconds or self.patience
-        order = self.order(tensors, bucket, seconds)
         for rank, worker in enumerate(self.workers):
-            worker.start(receive_timed if timed else receive, order, rank)
+            worker.start(receive_timed if timed else receive, self.order(tensors, bucket, seconds, rank), rank)
         self.trainer.start(send, self.info, tensors, bucket, hold, seconds)
 
     def update(self, tensors: Tensors, bucket: int = BUCKET) -> None:
@@ -204,8 +222,8 @@ class Stage:
 def stage() -> Iterator[Callable[..., Stage]]:
     made: list[Stage] = []
 
-    def make(local: int, remote: int = 0) -> Stage:
-        made.append(Stage(local, remote))
+    def make(local: int, remote: int = 0, stages: tuple[str, ...] = ("auto",)) -> Stage:
+        made.append(Stage(local, remote, stages=stages))
         return made[-1]
 
     yield make
@@ -213,12 +231,22 @@ def stage() -> Iterator[Callable[..., Stage]]:
         one.end()
 
 
+LENT, RING, MIXED = ("auto",), ("none",), ("auto", "none")
+ways = pytest.mark.parametrize("way", [LENT, RING, MIXED], ids=["lent", "ring", "one of each"])
+
+
 @pytest.fixture(scope="module")
-def two() -> Iterator[Stage]:
-    """Two local workers, for tests that leave everybody as they were."""
+def _two() -> Iterator[Stage]:
     made = Stage(2)
     yield made
     made.end()
+
+
+@pytest.fixture
+def two(_two: Stage) -> Stage:
+    """Two local workers that lend, for tests that leave everybody as they were."""
+    _two.stages = LENT
+    return _two
 
 
 def some(count: int, seed: int = 0, nbytes: int = BUCKET) -> Tensors:
@@ -235,17 +263,21 @@ def drawn(sizes: list[int], seed: int) -> Tensors:
 # --- what arrives ------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    way=st.sampled_from([LENT, RING, MIXED]),
     sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=6),
     bucket=st.sampled_from([4096, 4160, 10_000, 1 << 20]),
     seed=st.integers(0, 9),
 )
-def test_every_bit_arrives_at_everybody_over_one_link(two: Stage, sizes: list[int], bucket: int, seed: int) -> None:
+def test_every_bit_arrives_at_everybody_over_one_link(two: Stage, way: tuple[str, ...], sizes: list[int], bucket: int, seed: int) -> None:
+    two.stages = way
     two.update(drawn(sizes, seed), bucket)
 
 
-def test_more_digests_than_a_message_holds_arrive(two: Stage) -> None:
+@ways
+def test_more_digests_than_a_message_holds_arrive(two: Stage, way: tuple[str, ...]) -> None:
+    two.stages = way
     two.update({f"w{n}": torch.full((1,), n % 251, dtype=torch.uint8) for n in range(3000)}, 1 << 20)
 
 
@@ -256,15 +288,17 @@ def test_a_trainer_that_comes_again_finds_the_same_workers(two: Stage) -> None:
     two.update(some(3, seed=1))
 
 
-def test_one_update_goes_to_a_local_worker_and_by_gloo_to_two_others(stage: Callable[..., Stage]) -> None:
-    mixed = stage(1, 2)
+@pytest.mark.parametrize("way", [LENT, RING], ids=["lent", "ring"])
+def test_one_update_goes_to_a_local_worker_and_by_gloo_to_two_others(stage: Callable[..., Stage], way: tuple[str, ...]) -> None:
+    mixed = stage(1, 2, way)
     for seed in range(3):
         mixed.update(some(3, seed))
-    assert mixed.workers[0].call(held)[1] > 0
+    assert [peer.call(held)[1] > 0 for peer in (mixed.trainer, mixed.workers[0])] == [way is RING] * 2
     assert mixed.workers[1].call(held)[1] == mixed.workers[2].call(held)[1] == 0
 
 
-def test_segments_are_kept_between_updates_and_nothing_is_left_behind(two: Stage) -> None:
+def test_the_ring_is_kept_between_updates_and_nothing_is_left_behind(two: Stage) -> None:
+    two.stages = RING
     peers = (two.trainer, *two.workers)
     for peer in peers:
         peer.call(leave)
@@ -285,7 +319,9 @@ def test_segments_are_kept_between_updates_and_nothing_is_left_behind(two: Stage
     two.renew()
 
 
-def test_fifty_links_leave_nothing_behind(two: Stage) -> None:
+@ways
+def test_fifty_links_leave_nothing_behind(two: Stage, way: tuple[str, ...]) -> None:
+    two.stages = way
     two.update(some(1))
     before = [peer.call(held) for peer in (two.trainer, *two.workers)]
     for seed in range(50):
@@ -297,9 +333,15 @@ def test_fifty_links_leave_nothing_behind(two: Stage) -> None:
 # --- who dies ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("orphan", [False, True], ids=["alone", "with a child that holds its sockets"])
-def test_workers_learn_at_once_that_the_trainer_was_killed_and_take_the_next_ones_update(stage: Callable[..., Stage], orphan: bool) -> None:
-    two = stage(2)
+@pytest.mark.parametrize(
+    ("orphan", "way"),
+    [(False, LENT), (False, RING), (True, LENT)],
+    ids=["lent", "ring", "with a child that holds its sockets"],
+)
+def test_workers_learn_at_once_that_the_trainer_was_killed_and_take_the_next_ones_update(
+    stage: Callable[..., Stage], orphan: bool, way: tuple[str, ...]
+) -> None:
+    two = stage(2, stages=way)
     child = 0
     if orphan:
         two.update(some(2))
@@ -334,8 +376,9 @@ def test_workers_learn_at_once_that_the_trainer_left_though_a_child_of_it_holds_
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_trainer_that_hangs_costs_its_workers_no_more_than_the_deadline(stage: Callable[..., Stage]) -> None:
-    two = stage(2)
+@pytest.mark.parametrize("way", [LENT, RING], ids=["lent", "ring"])
+def test_a_trainer_that_hangs_costs_its_workers_no_more_than_the_deadline(stage: Callable[..., Stage], way: tuple[str, ...]) -> None:
+    two = stage(2, stages=way)
     began = time.monotonic()
     two.hold(seconds=2.0)
     two.trainer.signal(signal.SIGSTOP)
@@ -424,6 +467,19 @@ def meet(generation: int = 7, members: tuple[tuple[int, int], ...] = ((0, 0),), 
 
 def soon(seconds: float = 5.0) -> float:
     return time.monotonic() + seconds
+
+
+def begin(trainer: Any, links: Any, nbytes: int, bucket: int = 1 << 30) -> list[torch.Tensor]:
+    """An update of so many bytes to workers that lend nothing: its windows."""
+    plan = plan_of(nbytes, bucket)
+    for link in links:
+        link.lend(None, plan, soon())
+    ground = trainer.ground(plan, soon())
+    return [ground.window(number, one) for number, one in enumerate(plan.buckets)]
+
+
+def plan_of(nbytes: int, bucket: int = 1 << 30) -> BucketPlan:
+    return plan_buckets(offer({"w": torch.zeros(nbytes, dtype=torch.uint8)}).manifest, bucket)
 
 
 @contextlib.contextmanager
@@ -554,7 +610,7 @@ def ends(call: Callable[[], Any]) -> tuple[list[BaseException], threading.Thread
 @pytest.mark.parametrize("side", ["trainer", "worker"])
 def test_cancelling_leaves_a_wait_within_half_a_second_and_the_other_side_is_told(side: str) -> None:
     trainer, (link,) = meet()
-    (bucket,) = trainer.buffers(1, 64)
+    (bucket,) = begin(trainer, [link], 64)
     at = time.monotonic() + 0.2
     call = (lambda: trainer.broadcast(bucket, soon(), lambda: time.monotonic() > at)) if side == "trainer" else (
         lambda: link.broadcast(torch.zeros(64, dtype=torch.uint8), soon(), lambda: time.monotonic() > at)
@@ -574,7 +630,7 @@ def test_cancelling_leaves_a_wait_within_half_a_second_and_the_other_side_is_tol
 @pytest.mark.parametrize("side", ["trainer", "worker"])
 def test_closing_from_another_thread_ends_a_wait_at_once(side: str) -> None:
     trainer, (link,) = meet()
-    (bucket,) = trainer.buffers(1, 64)
+    (bucket,) = begin(trainer, [link], 64)
     waiting = (lambda: trainer.broadcast(bucket, soon())) if side == "trainer" else (lambda: link.broadcast(bucket.clone(), soon()))
     raised, thread = ends(waiting)
     time.sleep(0.1)
@@ -591,7 +647,7 @@ def test_closing_from_another_thread_ends_a_wait_at_once(side: str) -> None:
 def test_closing_at_any_moment_breaks_nothing_but_the_link(side: str) -> None:
     for number in range(20):
         trainer, (link,) = meet()
-        (bucket,) = trainer.buffers(1, 1 << 20)
+        (bucket,) = begin(trainer, [link], 1 << 20)
         target = torch.zeros(1 << 20, dtype=torch.uint8)
 
         def sends(trainer: Any = trainer, bucket: Any = bucket) -> None:
@@ -613,9 +669,9 @@ def test_closing_at_any_moment_breaks_nothing_but_the_link(side: str) -> None:
 
 def test_a_bucket_in_a_segment_is_not_copied_to_be_sent_and_others_go_as_messages() -> None:
     trainer, links = meet(members=((0, 0), (0, 1)))
-    first, second = trainer.buffers(2, 100)
+    first, second = begin(trainer, links, 256, 128)
     assert first.data_ptr() != second.data_ptr()
-    assert [b.data_ptr() for b in trainer.buffers(2, 80)] == [first.data_ptr(), second.data_ptr()]
+    assert [b.data_ptr() for b in begin(trainer, links, 128, 64)] == [first.data_ptr(), second.data_ptr()]
     second[10:30] = 7
     outside = torch.arange(50_000, dtype=torch.int64).reshape(100, 500)
     for sent in (second[10:30], outside, torch.tensor(3.5), torch.empty(0, 3)):
@@ -654,7 +710,7 @@ def test_a_last_word_is_heard_though_its_speaker_has_left_by_then() -> None:
 
 def test_a_worker_that_expects_something_else_tells_the_trainer_why() -> None:
     trainer, (link,) = meet()
-    (bucket,) = trainer.buffers(1, 64)
+    (bucket,) = begin(trainer, [link], 64)
     raised, thread = ends(lambda: trainer.broadcast(bucket, soon()))
     with pytest.raises(TransportFailed, match="sent 64 bytes where 65 are due"):
         link.broadcast(torch.zeros(65, dtype=torch.uint8), soon())
@@ -672,4 +728,4 @@ def test_a_trainer_without_a_socket_can_not_join_local_workers() -> None:
 
 def test_the_benchmark_measures_a_bucket_over_a_link_beside_a_copy() -> None:
     found = local_link.measure("cpu", 1 << 20, 3)
-    assert set(found) == {"link", "copy"} and all(len(seconds) == 3 and min(seconds) > 0 for seconds in found.values())
+    assert set(found) == {"link", "ground", "end", "copy"} and all(len(seconds) == 3 and min(seconds) > 0 for seconds in found.values())

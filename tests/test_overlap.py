@@ -48,10 +48,11 @@ class Watched(Sender):
         self.packed = [threading.Event() for _ in self._plan.buckets]
         self.in_thread: set[int] = set()
 
-    def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
         self.in_thread.add(threading.get_ident())
-        super()._pack(bucket, buffer)
+        packed = super()._pack(bucket, window)
         self.packed[self._plan.buckets.index(bucket)].set()
+        return packed
 
 
 def watched(given: Ends) -> Watched:
@@ -265,10 +266,11 @@ def test_memory_in_which_buckets_land_is_not_written_over_while_one_is_looked_at
 class Spoiling(Sender):
     """A bit of the second bucket changes behind its digest."""
 
-    def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        super()._pack(bucket, buffer)
+    def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+        packed = super()._pack(bucket, window)
         if bucket is self._plan.buckets[1]:
-            buffer[7] ^= 1
+            window[7] ^= 1
+        return packed
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,55 @@ def test_a_segment_that_its_maker_could_cut_short_is_not_read() -> None:
     made = segment.create(4096, CPU)
     with pytest.raises(OSError):
         os.ftruncate(made.descriptor.number, 100)
+
+
+def test_a_file_of_this_user_is_shared_as_it_is(tmp_path: Path) -> None:
+    path = Path("/dev/shm") / f"weightsync-test-{os.getpid()}"
+    try:
+        path.write_bytes(bytes(8192))
+        tensor = torch.from_file(str(path), shared=True, size=8192, dtype=torch.uint8)
+        before, made = files(), segment.of_file(path, tensor)
+        mapped = segment.attach(made.descriptor, made.nbytes, CPU)
+        mapped.tensor[8191] = 5
+        assert tensor[8191] == 5 and made.tensor.data_ptr() == tensor.data_ptr()
+        with pytest.raises(TransportFailed, match="a segment of 8192 bytes was handed over, and 8193"):
+            segment.attach(made.descriptor, 8193, CPU)
+    finally:
+        path.unlink()
+    with pytest.raises(TransportFailed, match="can't be shared"):
+        segment.of_file(path, tensor)
+    made.close()
+    mapped.close()
+    assert files() == before
+
+
+def test_another_users_file_is_not_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(4096))
+    descriptor = Descriptor(os.open(path, os.O_RDWR))
+    segment.attach(descriptor, 4096, CPU)
+    os.chown(path, 4321, -1) if not os.geteuid() else monkeypatch.setattr(segment.os, "geteuid", lambda: 4321)
+    with pytest.raises(TransportFailed, match="nobody can cut short"):
+        segment.attach(descriptor, 4096, CPU)
+
+
+def test_it_is_told_when_no_tensor_is_left_on_it() -> None:
+    made = segment.create(4096, CPU)
+    mapped = segment.attach(made.descriptor, made.nbytes, CPU)
+    view = mapped.tensor[5:]
+    assert not mapped.gone
+    mapped.close()
+    assert not mapped.gone, "somebody could still write through the view"
+    del view
+    assert mapped.gone and not made.gone
+
+
+def test_pages_are_there_before_anybody_writes() -> None:
+    made = segment.create(4 << 20, CPU)
+    assert os.fstat(made.descriptor.number).st_blocks == 0
+    made.take_pages()
+    assert os.fstat(made.descriptor.number).st_blocks * 512 == 4 << 20
+    assert made.spare() is None, "memory of the host is not kept"
 
 
 def test_more_than_there_is_or_something_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +223,14 @@ class Held:
 
 
 @pytest.fixture
-def driven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    synchronised: list[Any] = []
+def waits() -> list[Any]:
+    """Waits for the whole device."""
+    return []
+
+
+@pytest.fixture
+def driven(monkeypatch: pytest.MonkeyPatch, waits: list[Any]) -> Iterator[Any]:
+    asked: list[Any] = []
 
     def make(fails: str = "") -> Driver:
         driver = Driver(fails)
@@ -182,26 +238,48 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return driver
 
     monkeypatch.setattr(segment.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(segment.torch.cuda, "synchronize", lambda *a: synchronised.append(a))
+    monkeypatch.setattr(segment.torch.cuda, "synchronize", lambda *a: waits.append(a))
+    monkeypatch.setattr(segment.torch.cuda, "current_stream", lambda device: SimpleNamespace(query=lambda: asked.append(device)))
     monkeypatch.setattr(segment.torch, "as_tensor", lambda mapping, device: Held(mapping, device))
     yield make
-    assert synchronised
+    assert asked, "the driver was called in a thread without a context"
 
 
-def test_memory_of_a_gpu_is_made_handed_over_mapped_and_given_back(driven: Any) -> None:
+def test_memory_of_a_gpu_is_made_handed_over_mapped_and_given_back(driven: Any, waits: list[Any]) -> None:
     before, driver = files(), driven()
     made = segment.create(5 << 20, CUDA)
     assert made.nbytes == 6 << 20 and made.address == 1 << 30
     other = driven()
     mapped = segment.attach(made.descriptor, made.nbytes, CUDA)
     assert other.mapped == driver.mapped == {1 << 30: 6 << 20} and other.accessed == driver.accessed == [1 << 30]
+    assert not waits, "the device may be busy with an engine, or a trainer"
     view = mapped.tensor
-    made.close()
+    made.close(settled=True)
+    assert not waits and made.gone
     mapped.close()
     assert not driver.mapped and not driver.reserved and not driver.handles
-    assert other.mapped, "somebody still holds a tensor on it"
+    assert other.mapped and not mapped.gone, "somebody still holds a tensor on it"
     del view
+    assert len(waits) == 1 and mapped.gone, "nobody has said that the device is done with it"
     assert not other.mapped and not other.reserved and not other.handles
+    assert files() == before
+
+
+def test_memory_of_a_gpu_is_taken_for_the_next_segment_when_nobody_holds_a_tensor_of_the_one_before(driven: Any) -> None:
+    before, driver = files(), driven()
+    made = segment.create(5 << 20, CUDA)
+    view, spare = made.tensor, made.spare()
+    assert spare is not None and spare.nbytes == 6 << 20
+    made.close()
+    assert spare.segment() is None and driver.mapped
+    del view
+    again = spare.segment()
+    assert again is not None and (again.nbytes, again.address) == (6 << 20, 1 << 30) and len(driver.handles) == 1
+    assert os.fstat(again.descriptor.number) and spare.segment() is None
+    again.close()
+    assert spare.segment() is not None and driver.mapped
+    del spare
+    assert not driver.mapped and not driver.reserved and not driver.handles
     assert files() == before
 
 

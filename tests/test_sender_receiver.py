@@ -236,9 +236,10 @@ def test_views_of_an_earlier_bucket_keep_their_values_while_later_ones_and_the_n
     want = {f"w{index}": random_tensor(BUCKET // 4, seed=index) for index in range(6)}
 
     class Poisoning(Sender):
-        def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-            buffer.fill_(0xFF)
-            super()._pack(bucket, buffer)
+        def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+            window.fill_(0xFF)
+            packed = super()._pack(bucket, window)
+            return packed
 
     class Holding(Run):
         def on_read(self) -> None:
@@ -327,12 +328,13 @@ def test_a_bit_that_flips_on_its_way_is_found_and_its_tensor_named(pair: Pair, v
     flips: list[int] = []
 
     class Corrupting(Sender):
-        def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-            super()._pack(bucket, buffer)
+        def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+            packed = super()._pack(bucket, window)
             for piece in bucket.pieces:
                 if piece.tensor == index and not flips:
-                    buffer[piece.bucket_offset + piece.nbytes - 1] ^= 0x80
+                    window[piece.bucket_offset + piece.nbytes - 1] ^= 0x80
                     flips.append(1)
+            return packed
 
     run = Run(pair, mixed(), Corrupting)
     assert flips
@@ -438,9 +440,10 @@ def test_integers_with_the_bits_of_nan_pass(pair: Pair) -> None:
 
 def test_bytes_that_changed_on_their_way_are_not_taken_for_bad_values(pair: Pair) -> None:
     class Corrupting(Sender):
-        def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-            super()._pack(bucket, buffer)
-            buffer[:4] = 0xFF  # a NaN
+        def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+            packed = super()._pack(bucket, window)
+            window[:4] = 0xFF  # a NaN
+            return packed
 
     run = Run(pair, {"w": torch.ones(5)}, Corrupting, allow_nonfinite=False)
     assert isinstance(run.receiver.error, DigestMismatch)
@@ -471,14 +474,15 @@ def test_a_value_that_the_engines_dtype_cannot_hold_is_refused_by_name(pair: Pai
 
 def test_two_tensors_in_each_others_place_are_both_found(pair: Pair) -> None:
     class Swapping(Sender):
-        def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-            super()._pack(bucket, buffer)
+        def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+            packed = super()._pack(bucket, window)
             first, second = bucket.pieces[:2]
-            a = buffer[first.bucket_offset : first.bucket_offset + first.nbytes]
-            b = buffer[second.bucket_offset : second.bucket_offset + second.nbytes]
+            a = window[first.bucket_offset : first.bucket_offset + first.nbytes]
+            b = window[second.bucket_offset : second.bucket_offset + second.nbytes]
             kept = a.clone()
             a.copy_(b)
             b.copy_(kept)
+            return packed
 
     run = Run(pair, {"q": random_tensor(64, seed=1), "k": random_tensor(64, seed=2)}, Swapping)
     assert isinstance(run.receiver.error, DigestMismatch)
@@ -491,9 +495,10 @@ def test_a_tensor_that_changes_while_it_is_read_is_not_staged_as_something_it_ne
     tensor = torch.zeros(5000)
 
     class Racing(Sender):
-        def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-            super()._pack(bucket, buffer)
+        def _pack(self, bucket: Bucket, window: torch.Tensor) -> Any:
+            packed = super()._pack(bucket, window)
             tensor.add_(1)
+            return packed
 
     run = Run(pair, {"w": tensor}, Racing)
     arrived = run.arrived()["w"]

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from weightsync.client.source import offer
-from weightsync.errors import MemoryRefused
+from weightsync.errors import MemoryRefused, TransportFailed
+from weightsync.transport import segment
 from weightsync.transport.memory import let_go
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker import staging
@@ -172,3 +173,91 @@ def test_what_is_kept_of_a_device_is_what_is_needed(monkeypatch: pytest.MonkeyPa
     assert resident(kept.data) <= MEGABYTE + 4 * mmap.PAGESIZE
     found = dict(kept.stream([]))
     assert list(found) == ["mine", "last"] and all(torch.equal(found[name], BIG[name]) for name in found)
+
+
+# --- memory that a trainer is lent -----------------------------------------------------------------
+
+
+class Lent:
+    """Stands for a segment on a GPU, and for its memory that is kept: `user` is whether somebody holds a tensor on it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device, self.user = nbytes, device, False
+
+    def spare(self) -> Lent:
+        return self
+
+    def segment(self) -> Lent | None:
+        return None if self.user else self
+
+
+@pytest.fixture
+def made(free: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[Lent]:
+    """What was made anew, of memory enough."""
+    found: list[Lent] = []
+
+    def create(nbytes: int, device: torch.device) -> Lent:
+        found.append(Lent(nbytes, device))
+        return found[-1]
+
+    monkeypatch.setattr(staging, "create", create)
+    free["cuda"] = free["cpu"] = 10 * PLAN.stream_bytes
+    return found
+
+
+def test_memory_of_a_gpu_is_lent_again_without_asking_what_is_free(made: list[Lent], free: dict[str, int]) -> None:
+    regions: Any = staging.Regions()
+    first = regions.allocate(PLAN, "auto", CUDA, CUDA)
+    assert made == [first] and first.device is CUDA and first.nbytes == PLAN.stream_bytes
+    regions.keep(first)
+    free["cuda"] = 0
+    assert regions.allocate(PLAN, "auto", CUDA, CUDA) is first and made == [first]
+    with pytest.raises(MemoryRefused):  # it was not given back: whoever has it may not have let go of it
+        regions.allocate(PLAN, "gpu", CUDA, CUDA)
+
+
+@pytest.mark.parametrize("why", ["dropped", "used", "small", "host", "landing", "switch"])
+def test_memory_is_made_anew_where_what_is_kept_can_not_be_taken(why: str, made: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging.Regions, "KEEP", why != "switch")
+    regions: Any = staging.Regions()
+    first = regions.allocate(PLAN, "gpu", CUDA, CUDA)
+    regions.keep(first)
+    if why == "dropped":
+        regions.drop()
+    first.user = why == "used"
+    first.nbytes -= why == "small"
+    second = regions.allocate(PLAN, "host" if why == "host" else "gpu", CUDA, CPU if why == "landing" else CUDA)
+    assert second is not first and regions._spare is None
+    assert len(made) == (1 if why in ("host", "landing") else 2), "where buckets do not land there is nothing to lend"
+
+
+@pytest.mark.parametrize(("stage", "device", "landing", "spared", "lent"), [
+    ("host", CPU, CPU, 0, True), ("host", CPU, CPU, 8, False), ("host", CUDA, CUDA, 0, False),
+    ("gpu", CUDA, CUDA, 8, True), ("gpu", CUDA, CPU, 0, False), ("host", CUDA, CPU, 0, True),
+])  # fmt: skip
+def test_who_lends(stage: str, device: torch.device, landing: torch.device, spared: int, lent: bool, made: list[Lent]) -> None:
+    """Where a stream lies where buckets land, and none of it goes back while the trainer writes."""
+    found: Any = staging.Regions().allocate(PLAN, stage, device, landing, spared)
+    assert (made == [found]) is lent
+
+
+def test_memory_that_can_not_be_shared_is_refused_with_what_to_set(free: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(nbytes: int, device: torch.device) -> Any:
+        raise TransportFailed("the CUDA driver says CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(staging, "create", create)
+    with pytest.raises(MemoryRefused, match="bytes that a trainer can map: the CUDA driver says") as caught:
+        staging.Regions().allocate(PLAN, "gpu", CUDA, CUDA)
+    assert "sync.stage" in caught.value.hint and "sync.local" in caught.value.hint
+
+
+def test_what_a_trainer_was_lent_is_not_taken_away_under_it() -> None:
+    lent = segment.create(PLAN.stream_bytes, CPU)
+    whole = staging.Whole(OFFER.manifest, PLAN, lent)
+    whole.lend()
+    whole.data.fill_(7)
+    whole.let_go()
+    assert int(whole.data[-1]) == 7
+    data = torch.full((1 << 24,), 7, dtype=torch.uint8)
+    staging.Whole(OFFER.manifest, PLAN, data).let_go()
+    assert int(data[1 << 23]) == 0

@@ -38,12 +38,14 @@ def test_a_share_is_of_the_bare_row_of_the_same_bucket() -> None:
 
 @pytest.mark.parametrize("over", ["gloo", "local"])
 def test_all_ways_are_measured_in_one_run(over: str) -> None:
-    given = Namespace(transport=over, shape="qwen3-0.6b", gigabytes=0.01, bucket_mb=[1, 4], repeats=1, warm_up=0, threads=1, one_gpu=False)
+    given = Namespace(
+        transport=over, shape="qwen3-0.6b", gigabytes=0.01, bucket_mb=[1, 4], repeats=1, warm_up=0, threads=1, one_gpu=False, fresh=False
+    )
     rows, facts = transport.measure(given)
     assert [(one["bucket_mb"], one["way"]) for one in rows] == [(mb, way) for mb in (1, 4) for way in WAYS]
     assert all(one["gigabytes_per_second"]["median"] > 0 for one in rows)
     assert facts["bytes"] > 9e6 and GOALS[over][0] in WAYS
     whole = rows[WAYS.index("all")]["seconds"]
-    assert set(whole["trainer"]) == {"export", "pack", "broadcast"} and whole["worker"]["receive"] > 0
+    assert set(whole["trainer"]) == {"ground", "export", "pack", "await_pack", "broadcast", "settle"} and whole["worker"]["receive"] > 0
     transport.shares(rows)
     assert len(transport.table(rows).splitlines()) == 2 + 2 * len(WAYS)

@@ -17,8 +17,9 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
-from weightsync.transport.channel import Channel
-from weightsync.transport.packing import plan_buckets
+from weightsync.transport.channel import Outlet
+from weightsync.transport.ground import Ground, in_turns, turns_of
+from weightsync.transport.packing import BucketPlan, plan_buckets
 from weightsync.transport.wire import never
 from weightsync.worker.receiver import Receiver
 
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 INFO = CommunicatorInfo("127.0.0.1", 1, 1, 2, {"0": 1}, "gloo")
 
 
-class Wire(Channel):
+class Wire(Outlet):
     """One end: rank 0 puts in what the other takes out, when it settles what it posted. `before` is called with a tensor when its
     turn comes: at the trainer's when it is about to travel, at the worker's when it is about to be written.
 
@@ -42,8 +43,12 @@ class Wire(Channel):
         self._through, self._rank, self.device = through, rank, device
         self.before: Callable[[torch.Tensor], None] = lambda tensor: None
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Callable[[], bool] = never) -> Ground:
+        count, nbytes = turns_of(plan)
+        return in_turns([torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)])
+
+    def end(self, deadline: float, cancelled: Callable[[], bool] = never) -> None:
+        """What is settled is over."""
 
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Callable[[], bool] = never) -> Sequence[torch.Tensor]:
         for tensor in tensors if self._rank else ():

@@ -24,7 +24,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact

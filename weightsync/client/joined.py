@@ -14,7 +14,7 @@ import torch
 
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
-from weightsync.transport.channel import Channel
+from weightsync.transport.channel import Channel, Outlet
 from weightsync.transport.fanout import join
 from weightsync.transport.local import Listener
 
@@ -31,7 +31,7 @@ class Joined:
 
     def __init__(self, operation_seconds: float, interface: str) -> None:
         self._operation, self._interface = max(operation_seconds, _CONNECT_SECONDS), interface
-        self._channel: Channel | None = None
+        self._channel: Outlet | None = None
         self._lock = threading.Lock()  # a thread that sends may outlive its update
         self._listener: Listener | None = None
 
@@ -42,7 +42,7 @@ class Joined:
                 self._listener = Listener()
         return self._listener
 
-    def connect(self, info: CommunicatorInfo, device: torch.device, deadline: float, cancelled: Callable[[], bool]) -> Channel:
+    def connect(self, info: CommunicatorInfo, device: torch.device, deadline: float, cancelled: Callable[[], bool]) -> Outlet:
         """The channel that the service names, made if need be before `deadline`, a `time.monotonic()` value."""
         held = self._channel
         if held is not None and held.open and held.info == info:

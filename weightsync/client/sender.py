@@ -1,20 +1,26 @@
 """The sending side of one update: pack a bucket, broadcast it, broadcast its digests.
 
-Runs in two threads of the trainer's process: while a bucket is broadcast from one buffer,
-the next is packed into another, and posted behind it, so that the transport need not wait
-for us between them. Tensors are read in the packing thread, each once, in
+Runs in two threads of the trainer's process: while a bucket is broadcast, those behind it are
+packed, as far ahead as there is memory for (`transport.ground`): one where two buffers take turns, all of
+them where they lie in a worker's own memory. On CUDA the packing thread only asks the device for copies; the
+broadcasting one waits for those of its bucket. A bucket is posted behind the one that travels, so that
+the transport need not wait for us between them. Tensors are read in the packing thread, each once, in
 the manifest's order; one is let go of when its last piece is packed, so that of tensors
-that are gathered to be read there is one at a time. When the last is packed they may change
-again.
+that are gathered to be read there is one at a time, and small ones on CUDA, which are copied together.
+When the last is packed they may change again.
+
+An error carries none of the memory that was packed into: a worker's would stay mapped for as long as somebody keeps the error.
 
 Not covered: reading the parameters on the GPU while they are already changing
-(wait for `tensors_read`).
+(wait for `tensors_read`); a read that never returns keeps the memory of its bucket mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +29,20 @@ import torch
 from weightsync.client.source import Offer
 from weightsync.errors import ManifestRefused
 from weightsync.transport import digest
-from weightsync.transport.beside import Beside, now, on_stream, settle
-from weightsync.transport.channel import Channel, parts
-from weightsync.transport.packing import Bucket, BucketPlan
+from weightsync.transport.beside import Beside, Job, now, on_stream, settle
+from weightsync.transport.channel import Outlet, parts
+from weightsync.transport.ground import Ground
+from weightsync.transport.packing import Bucket, BucketPlan, Piece
 
 #: Called after each bucket with (bytes sent, bytes in all).
 Progress = Callable[[int, int], None]
-#: One is broadcast while the next is packed, and waits for its turn.
-_BUFFERS = 2
+#: On CUDA runs of fewer bytes are copied together: a launch of its own takes longer than such a copy.
+_SMALL_BYTES = 256 << 10
+#: So many of them at most, which are held for so long.
+_MOST_SMALL = 64
+
+#: A bucket's digests to come, and whose they are, in that order.
+_Packed = tuple[digest.Batch, list[Piece]]
 
 
 class Sender:
@@ -49,10 +61,11 @@ class Sender:
         self._read = 0  # tensors so far
         self._sent = 0  # bytes that are there
         self._current: torch.Tensor | None = None  # bytes of the one that was read last
-        #: By step. Packing and broadcasting go on at the same time; `export` is what reading tensors takes of the packing thread.
-        self.seconds = {"export": 0.0, "pack": 0.0, "broadcast": 0.0}
+        #: By step. `ground`: until there is memory to pack into. `export` and `pack`: of the packing thread, to read tensors and to copy
+        #: them, or on CUDA to ask for that. `await_pack`, `broadcast`: of the other one. `settle`: until local workers have seen all.
+        self.seconds = {"ground": 0.0, "export": 0.0, "pack": 0.0, "await_pack": 0.0, "broadcast": 0.0, "settle": 0.0}
 
-    def send(self, communicator: Channel, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]) -> None:
+    def send(self, outlet: Outlet, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]) -> None:
         """Send everything.
 
         Args:
@@ -65,71 +78,118 @@ class Sender:
             ManifestRefused: a tensor is not what was offered.
             DeadlineExceeded: tensors could not be read in time.
         """
-        plan, device = self._plan, self._offer.device
-        if not plan.buckets:
+        if not self._plan.buckets:
             on_read()
             return
-        with (
-            on_stream(device, self._offered),
-            Beside("weightsync-pack", device, self._offered, deadline, cancelled) as packing,
-        ):
-            buffers = communicator.buffers(min(_BUFFERS, len(plan.buckets)), max(1, min(plan.bucket_bytes, plan.stream_bytes)))
-            settle(device)
-            job = packing.submit(functools.partial(self._fill, plan.buckets[0], buffers[0], on_read))
-            before: tuple[Bucket, Any] | None = None
-            for number, bucket in enumerate(plan.buckets):
-                buffer, digests = buffers[number % len(buffers)], packing.result(job)
+        try:
+            with on_stream(self._offer.device, self._offered):
                 began = time.monotonic()
-                posted = communicator.post(parts(buffer[: bucket.nbytes], digests.to(communicator.device)), deadline, packing.ended)
-                self._settle(communicator, before, deadline, packing)
+                ground = outlet.ground(self._plan, deadline, cancelled)
+                settle(self._offer.device)
+                self.seconds["ground"] = time.monotonic() - began
+                try:
+                    self._send_buckets(outlet, ground, deadline, cancelled, on_read)
+                finally:
+                    ground.let_go()
+                began = time.monotonic()
+                outlet.end(deadline, cancelled)
+                self.seconds["settle"] = time.monotonic() - began
+        except BaseException as exc:
+            _clear(exc)
+            raise
+
+    def _send_buckets(
+        self, outlet: Outlet, ground: Ground, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]
+    ) -> None:
+        buckets, device = self._plan.buckets, self._offer.device
+        jobs: deque[Job[_Packed]] = deque()
+        before: tuple[Bucket, Any] | None = None
+        with Beside("weightsync-pack", device, self._offered, deadline, cancelled) as packing:
+            for number, bucket in enumerate(buckets):
+                # Where buffers take turns: all but the last bucket are settled, and their buffers free.
+                for ahead in range(number + len(jobs), min(max(number - 1, 0) + ground.ahead, len(buckets))):
+                    jobs.append(packing.submit(functools.partial(self._fill, ahead, ground, on_read)))
+                began = time.monotonic()
+                packed = packing.result(jobs.popleft())
+                digests = self._digests(bucket, *packed)
+                self.seconds["await_pack"] += time.monotonic() - began
+                began = time.monotonic()
+                window = ground.window(number, bucket)
+                posted = outlet.post(parts(window, digests.to(outlet.device)), deadline, packing.ended)
+                self._settle(outlet, before, deadline, packing)
                 self.seconds["broadcast"] += time.monotonic() - began
                 before = bucket, posted
-                if number + 1 < len(plan.buckets):
-                    # The bucket before this one is there: its buffer is free.
-                    other = buffers[(number + 1) % len(buffers)]
-                    job = packing.submit(functools.partial(self._fill, plan.buckets[number + 1], other, on_read))
             began = time.monotonic()
-            self._settle(communicator, before, deadline, packing)
+            self._settle(outlet, before, deadline, packing)
             self.seconds["broadcast"] += time.monotonic() - began
 
-    def _settle(self, communicator: Channel, before: tuple[Bucket, Any] | None, deadline: float, packing: Beside) -> None:
+    def _settle(self, outlet: Outlet, before: tuple[Bucket, Any] | None, deadline: float, packing: Beside) -> None:
         """Wait until a bucket is there, and say so."""
         if before is not None:
             bucket, posted = before
-            communicator.settle(posted, deadline, packing.ended)
+            outlet.settle(posted, deadline, packing.ended)
             self._sent += sum(piece.nbytes for piece in bucket.pieces)
             if self._progress is not None:
                 self._progress(self._sent, self._offer.manifest.nbytes)
 
+    def _digests(self, bucket: Bucket, batch: digest.Batch, pieces: list[Piece]) -> torch.Tensor:
+        """What is broadcast behind a bucket that has been packed."""
+        for piece, part in zip(pieces, batch.results(), strict=True):
+            self._partial[piece.tensor] = digest.add(self._partial.get(piece.tensor, digest.ZERO), part)
+        return digest.pack([self._partial.pop(index, digest.ZERO) for index in bucket.complete])
+
     # --- the packing thread --------------------------------------------------------------------
 
-    def _fill(self, bucket: Bucket, buffer: torch.Tensor, on_read: Callable[[], None]) -> torch.Tensor:
-        """Pack a bucket; returns what is broadcast behind it."""
+    def _fill(self, number: int, ground: Ground, on_read: Callable[[], None]) -> _Packed:
+        """Pack the bucket of this number."""
+        bucket = self._plan.buckets[number]
         began, before = time.monotonic(), self.seconds["export"]
-        self._pack(bucket, buffer)
-        digests = digest.pack([self._partial.pop(index, digest.ZERO) for index in bucket.complete])
+        packed = self._pack(bucket, ground.window(number, bucket))
         if bucket is self._plan.buckets[-1]:
             self._read_up_to(len(self._offer.manifest.tensors))  # tensors without elements
             settle(self._offer.device)
             on_read()
         self.seconds["pack"] += time.monotonic() - began - (self.seconds["export"] - before)
-        return digests
+        return packed
 
-    def _pack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Copy a bucket's pieces into the buffer and add up their digests; zeros between them, where there would be anything at all."""
-        batch, free = digest.Batch(len(bucket.pieces), buffer.device), 0
-        for piece in bucket.pieces:
-            if free < piece.bucket_offset:
-                buffer[free : piece.bucket_offset].zero_()
-            end, free = piece.tensor_offset + piece.nbytes, piece.bucket_offset + piece.nbytes
-            target = buffer[piece.bucket_offset : free]
-            target.copy_(self._bytes(piece.tensor)[piece.tensor_offset : end])
+    def _pack(self, bucket: Bucket, window: torch.Tensor) -> _Packed:
+        """Copy a bucket's pieces into its window, and begin to add up their digests; zeros where there would be anything at all.
+
+        Args:
+            window: shape [the bucket's bytes], uint8.
+        """
+        batch, pieces = digest.Batch(len(bucket.pieces), window.device), list[Piece]()
+        together: list[tuple[Piece, torch.Tensor, torch.Tensor]] = []
+        small = _SMALL_BYTES if window.device.type == "cuda" else 0
+
+        def packed(piece: Piece, target: torch.Tensor) -> None:
+            batch.add(target, piece.tensor_offset)
+            pieces.append(piece)
+
+        def copy_together() -> None:
+            torch._foreach_copy_([target for _, target, _ in together], [source for _, _, source in together])
+            for piece, target, _ in together:
+                packed(piece, target)
+            together.clear()
+
+        for piece, target in zip(bucket.pieces, _targets(bucket, window), strict=True):
+            source = self._bytes(piece.tensor)
+            end = piece.tensor_offset + piece.nbytes
+            if piece.nbytes < source.numel():
+                source = source[piece.tensor_offset : end]
             if end == self._offer.manifest.tensors[piece.tensor].nbytes:
                 self._current = None
-            batch.add(target, piece.tensor_offset)
-        buffer[free : bucket.nbytes].zero_()
-        for piece, part in zip(bucket.pieces, batch.results(), strict=True):
-            self._partial[piece.tensor] = digest.add(self._partial.get(piece.tensor, digest.ZERO), part)
+            if piece.nbytes < small:
+                together.append((piece, target, source))
+                if len(together) == _MOST_SMALL:
+                    copy_together()
+            else:
+                target.copy_(source)
+                packed(piece, target)
+            del source  # before the next is read
+        if together:
+            copy_together()
+        return batch, pieces
 
     def _bytes(self, index: int) -> torch.Tensor:
         """The bytes of a tensor, of which this is the first piece or one behind it."""
@@ -147,7 +207,7 @@ class Sender:
 
     def _read_next(self) -> torch.Tensor:
         spec, tensor = self._offer.manifest.tensors[self._read], self._offer.read(self._read)
-        if str(tensor.dtype) != f"torch.{spec.dtype}" or tuple(tensor.shape) != spec.shape:
+        if tensor.dtype is not getattr(torch, spec.dtype) or tensor.shape != spec.shape:
             raise ManifestRefused(
                 f"{spec.name!r} was offered as {spec.dtype} {spec.shape} and is {tensor.dtype} {tuple(tensor.shape)} now",
                 hint="Change the model's tensors between updates only",
@@ -155,3 +215,30 @@ class Sender:
             )
         self._read += 1
         return digest.as_bytes(tensor)
+
+
+def _targets(bucket: Bucket, window: torch.Tensor) -> list[torch.Tensor]:
+    """Where its pieces go; the gaps between them and behind the last are set to zero."""
+    sizes, free = [], 0
+    for piece in bucket.pieces:
+        sizes += [piece.bucket_offset - free, piece.nbytes]
+        free = piece.bucket_offset + piece.nbytes
+    runs = window.split_with_sizes([*sizes, bucket.nbytes - free])
+    for gap in runs[::2]:
+        if gap.numel():
+            gap.zero_()
+    return list(runs[1::2])
+
+
+def _clear(error: BaseException | None) -> None:
+    """Have an error's frames of this package hold nothing, and those of what led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = error.__traceback__
+        while frames is not None:
+            if str(frames.tb_frame.f_globals.get("__name__")).startswith("weightsync."):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frames.tb_frame.clear()
+            frames = frames.tb_next
+        error = error.__cause__ or error.__context__

@@ -1,12 +1,13 @@
-"""A thread beside the one that broadcasts: a trainer packs the next bucket in it, a worker checks the last.
+"""A thread beside the one that broadcasts: a trainer packs the next buckets in it, a worker checks the last.
 
 What ends one of the two threads ends the other: an error of a job is raised where its
 result is waited for and calls off the broadcast that is under way; a broadcasting thread
 that leaves waits for the job that runs. Of two errors the first is raised.
 
 On CUDA each of the two has a stream of its own, which begins behind what the thread that
-owns the tensors had asked for. A job is done when its stream has done it, so whoever is
-told so may use what it made on any stream.
+owns the tensors had asked for. A job's result is there when its stream has done it, so whoever has
+that may use what it made on any stream; the thread itself does not wait, and asks for the next job's work
+meanwhile, so that the device has no gap between them.
 
 Not covered: a job that never returns (a gather whose peers are gone) is left behind at the
 deadline, and its thread ends when it does.
@@ -39,9 +40,16 @@ class Job(Generic[Made]):
     """Something that is done in the other thread."""
 
     def __init__(self, work: Callable[[], Made]) -> None:
-        self.work = work
+        self._work: Callable[[], Made] | None = work
         self.made: Made
+        self.asked: torch.cuda.Event | None = None  # all that it has asked of the device
         self.done = threading.Event()
+
+    def run(self, device: torch.device) -> None:
+        """Do it, once; what it works with is let go of."""
+        work, self._work = self._work, None
+        assert work is not None, "a job is done once"
+        self.made, self.asked = work(), now(device)
 
 
 class Beside:
@@ -61,6 +69,7 @@ class Beside:
         self._device, self._behind, self._deadline, self._cancelled = device, behind, deadline, cancelled
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._left = False  # jobs that have not begun are not done any more
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Beside:
@@ -69,6 +78,7 @@ class Beside:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         first = self._error  # the broadcast that was under way when a job failed has only been called off
+        self._left = True
         self._jobs.put(None)
         self._thread.join(_LEAVE_SECONDS)
         self._error = None
@@ -79,7 +89,7 @@ class Beside:
                 del first  # an error must not hold the frame that holds it
 
     def submit(self, work: Callable[[], Made]) -> Job[Made]:
-        """Have this done, when `result` has had the one before."""
+        """Have this done behind those that were submitted before."""
         job = Job(work)
         self._jobs.put(job)
         return job
@@ -91,13 +101,17 @@ class Beside:
             BaseException: the first that a job raised.
             Aborted, DeadlineExceeded: it was waited for in vain.
         """
-        while not job.done.wait(_LOOK_SECONDS):
-            if self._cancelled():
+        while True:
+            if self._cancelled():  # asked also of who never has to wait
                 raise Aborted("the update was aborted while its tensors were read or checked")
+            if job.done.wait(_LOOK_SECONDS):
+                break
             if time.monotonic() > self._deadline:
                 raise DeadlineExceeded("reading or checking tensors did not end before the update's deadline")
         if self._error is not None:
             raise self._error
+        if job.asked is not None:
+            job.asked.synchronize()
         return job.made
 
     def ended(self) -> bool:
@@ -109,8 +123,8 @@ class Beside:
         with on_stream(self._device, self._behind):
             while (job := self._jobs.get()) is not None:
                 try:
-                    job.made = job.work()
-                    settle(self._device)
+                    if self._error is None and not self._left:
+                        job.run(self._device)
                 except BaseException as exc:  # whatever it is, somebody waits
                     self._error = exc
                 job.done.set()

@@ -1,6 +1,6 @@
-"""What an update's bytes go through: what a trainer, a worker, and an engine that hands on what it keeps need of it.
+"""What an update's bytes go through: what a worker needs of it, and what a trainer or an engine that hands on what it keeps.
 
-Not covered: how a channel is made, which is a matter of its kind.
+Not covered: how a channel is made, and what a worker says when an update begins and ends, which are matters of its kind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from weightsync.protocol import CommunicatorInfo
+from weightsync.transport.ground import Ground
+from weightsync.transport.packing import BucketPlan
 from weightsync.transport.wire import Cancelled, never
 
 
@@ -20,7 +22,7 @@ class Channel(ABC):
 
     Attributes:
         info: what was agreed on.
-        device: where what is sent lies, or what arrives.
+        device: where small things that are sent lie, and buckets of a `Communicator`.
     """
 
     info: CommunicatorInfo
@@ -32,15 +34,11 @@ class Channel(ABC):
         """Whether it can still be used."""
 
     @abstractmethod
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Memory to pack buckets into, each of shape [nbytes], uint8, uninitialised."""
-
-    @abstractmethod
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> Any:
         """Begin to send from the trainer into everybody's tensors, in order and behind what was posted before.
 
         Args:
-            tensors: contiguous, on this channel's device, equal shapes and dtypes everywhere; not to be touched before `settle`.
+            tensors: contiguous, equal shapes and dtypes everywhere; not to be touched before `settle`.
             deadline: `time.monotonic()` value after which it is given up.
             cancelled: asked about every 50 ms.
 
@@ -63,6 +61,18 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave. Can be called twice, and by any thread."""
+
+
+class Outlet(Channel):
+    """A trainer's end. An update is `ground`, what is packed there and posted, `end`."""
+
+    @abstractmethod
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> Ground:
+        """Begin an update: memory to pack its buckets into, uninitialised. Arguments and errors as of `post`."""
+
+    @abstractmethod
+    def end(self, deadline: float, cancelled: Cancelled = never) -> None:
+        """End it: wait until everybody has seen all of it. Arguments and errors as of `post`."""
 
 
 def parts(bucket: torch.Tensor, digests: torch.Tensor) -> list[torch.Tensor]:

@@ -36,8 +36,10 @@ import torch.distributed as dist
 from weightsync.errors import Aborted, ConfigError, TransportFailed
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport import network
-from weightsync.transport.channel import Channel
+from weightsync.transport.channel import Outlet
+from weightsync.transport.ground import Ground, in_turns, turns_of
 from weightsync.transport.memory import huge_pages
+from weightsync.transport.packing import BucketPlan
 from weightsync.transport.rendezvous import engine_of, join_store, named
 from weightsync.transport.wire import Cancelled, never
 
@@ -54,7 +56,7 @@ _ASK_SECONDS = 1.0
 _PROBE_TAG, _LEAVE_TAG = 1, 2
 
 
-class Communicator(Channel):
+class Communicator(Outlet):
     """A process group of the trainer (rank 0) and every worker.
 
     Args:
@@ -119,8 +121,12 @@ class Communicator(Channel):
     def open(self) -> bool:
         return self._group is not None
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        return [huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)) for _ in range(count)]
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> Ground:
+        count, nbytes = turns_of(plan)
+        return in_turns([huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=self.device)) for _ in range(count)])
+
+    def end(self, deadline: float, cancelled: Cancelled = never) -> None:
+        """Nothing is left to wait for: what is settled is there."""
 
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> list[Any]:
         with self._leaving(deadline) as group:

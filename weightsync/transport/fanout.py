@@ -1,7 +1,8 @@
 """A trainer's side of its communicator: links to the workers on its own host, a process group with the others, or one of them.
 
-One packed bucket serves both: it lies in a shared segment, local workers copy it while the
-process group broadcasts it, and a broadcast returns when everybody has it.
+One packed bucket serves both: it lies in a local worker's own memory, or in a segment out of which
+local workers copy, and the process group broadcasts it from there. It is settled when the group has
+it, and who copies; `end` returns when everybody has seen everything.
 
 Not covered: who is reached how, which the controller decides.
 """
@@ -17,13 +18,16 @@ import torch
 
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
-from weightsync.transport.channel import Channel
+from weightsync.transport.channel import Outlet
 from weightsync.transport.communicator import Communicator
-from weightsync.transport.local import Links, Listener
+from weightsync.transport.ground import Ground
+from weightsync.transport.links import Links
+from weightsync.transport.local import Listener
+from weightsync.transport.packing import BucketPlan
 from weightsync.transport.wire import Cancelled, never
 
 
-class FanOut(Channel):
+class FanOut(Outlet):
     """See the module.
 
     Args:
@@ -34,15 +38,23 @@ class FanOut(Channel):
     """
 
     def __init__(self, info: CommunicatorInfo, device: torch.device, links: Links, group: Communicator | None) -> None:
-        self.info, self.device, self._links, self._group = info, device, links, group
+        self.info, self._links, self._group = info, links, group
+        # Digests go to local workers as messages.
+        self.device = torch.device("cpu") if group is None else device
 
     @property
     def open(self) -> bool:
         return self._links.open and (self._group is None or self._group.open)
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Shared segments: what lies there is not copied again to be sent."""
-        return self._links.buffers(count, nbytes)
+    def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> Ground:
+        """Memory that workers share with this process: what is packed there is not copied again to be sent to the first of them."""
+        with self._closing():
+            return self._links.ground(plan, deadline, cancelled)
+
+    def end(self, deadline: float, cancelled: Cancelled = never) -> None:
+        """Wait until local workers have seen all of the update, and hold nothing of theirs any more."""
+        with self._closing():
+            self._links.end(deadline, cancelled)
 
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> tuple[list[int | None], Any]:
         with self._closing():
@@ -85,7 +97,7 @@ def join(
     operation_seconds: float,
     interface: str = "",
     cancelled: Cancelled = never,
-) -> Channel:
+) -> Outlet:
     """Join a communicator as its trainer. Arguments as for `Communicator`.
 
     Args:

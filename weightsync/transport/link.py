@@ -1,15 +1,16 @@
 """A worker's end of a link to a trainer on its own host: what a `Communicator` is to the others.
 
-See `local` for how bytes travel.
+See `links` for how bytes travel. An update is `lend`, all that the trainer sends posted and settled, `end`.
 
-Not covered: handing on what arrives: each worker of a host copies for itself.
+Not covered: handing on what arrives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,6 +18,7 @@ from weightsync.errors import TransportFailed, WeightSyncError
 from weightsync.protocol import CommunicatorInfo
 from weightsync.transport import segment
 from weightsync.transport.channel import Channel
+from weightsync.transport.packing import BucketPlan
 from weightsync.transport.segment import Segment
 from weightsync.transport.wire import SAME, Cancelled, Wire, closed, never
 
@@ -31,7 +33,7 @@ class Link(Channel):
         info: what was agreed on; with the generation.
         member: this worker.
         name, secret: of the trainer's `Listener`.
-        device: where what arrives is wanted: a CUDA device if the trainer's buckets are on that device.
+        landing: where buckets arrive: a CUDA device if the trainer's are on that device.
         connect_seconds: deadline of joining.
         cancelled: asked while waiting.
 
@@ -46,12 +48,15 @@ class Link(Channel):
         member: Member,
         name: str,
         secret: str,
-        device: torch.device,
+        landing: torch.device,
         connect_seconds: float,
         cancelled: Cancelled = never,
     ) -> None:
-        self.info, self.device = info, device
+        self.info, self._landing = info, landing
+        #: Where digests are wanted: they come as messages.
+        self.device = torch.device("cpu")
         self._ring: tuple[Segment, ...] = ()
+        self._lent: Segment | None = None
         self._wire: Wire | None = _reach(name)
         deadline = time.monotonic() + connect_seconds
         try:
@@ -68,44 +73,61 @@ class Link(Channel):
     def open(self) -> bool:
         return self._wire is not None
 
-    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Memory of its own: a worker shares nothing."""
-        return [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+    def lend(self, memory: Segment | None, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> None:
+        """Begin an update. Raises as `settle`.
+
+        Args:
+            memory: for all of the stream, which the trainer may write until `end`; on the landing device, and nobody still uses it.
+                None to copy buckets out of the trainer's.
+            plan: of the update.
+        """
+        with self._failing() as wire:
+            self._lent = memory
+            if memory is None:
+                wire.tell(deadline, cancelled, plan=plan.hash)
+            else:
+                self._drop_ring()  # the trainer lets go of it too, if nobody else needs it; who needs it again is handed it again
+                wire.tell(deadline, cancelled, [memory.descriptor], plan=plan.hash, lends=memory.nbytes, device=self._landing.type)
+
+    def end(self, deadline: float, cancelled: Cancelled = never) -> bool:
+        """Hear that the update is over, and say so. Raises as `settle`.
+
+        Returns:
+            Whether the trainer has let go of what was lent: it can't write there any more.
+        """
+        with self._failing() as wire:
+            said, _ = wire.hear(deadline, cancelled)
+            if "over" not in said:
+                raise TransportFailed(f"the trainer said {said} where the update's end was due", hint=SAME)
+            self._lent = None
+            wire.tell(deadline, cancelled, over=said["over"])
+            return bool(said.get("unmapped"))
 
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> Sequence[torch.Tensor]:
         """Nothing has to be begun: `settle` takes what the trainer says is there."""
         return tensors
 
     def settle(self, posted: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> None:
-        wire = self._wire
-        try:
-            if wire is None:
-                raise closed()
+        with self._failing() as wire:
             for tensor in posted:
                 self._take(wire, tensor, deadline, cancelled)
-        except WeightSyncError as exc:
-            self._fail(wire, exc)
-            raise
-        except (RuntimeError, KeyError, TypeError, ValueError, IndexError) as exc:
-            error = TransportFailed(f"what the trainer sent can't be taken: {type(exc).__name__}: {exc}", hint=SAME)
-            self._fail(wire, error)
-            raise error from exc
 
     def close(self) -> None:
         """Leave, and let the segments go."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
-        self._drop()
+        self._lent = None
+        self._drop_ring()
 
     def _take(self, wire: Wire, tensor: torch.Tensor, deadline: float, cancelled: Cancelled) -> None:
         said, descriptors = wire.hear(deadline, cancelled)
         if "segments" in said:
-            self._drop()
-            if said["device"] != self.device.type:
-                raise TransportFailed(f"the trainer's buckets are on {said['device']}, this worker takes them on {self.device.type}")
+            self._drop_ring()
+            if said["device"] != self._landing.type:
+                raise TransportFailed(f"the trainer's buckets are on {said['device']}, this worker takes them on {self._landing.type}")
             pairs = zip(descriptors, said["segments"], strict=True)
-            self._ring = tuple(segment.attach(descriptor, int(nbytes), self.device) for descriptor, nbytes in pairs)
+            self._ring = tuple(segment.attach(descriptor, int(nbytes), self._landing) for descriptor, nbytes in pairs)
             said, _ = wire.hear(deadline, cancelled)
         if "inline" in said:
             _require(tensor, int(said["inline"]))
@@ -116,19 +138,40 @@ class Link(Channel):
                 self._copy(tensor, torch.frombuffer(data, dtype=torch.uint8))
             return
         _require(tensor, int(said["nbytes"]))
+        if "landed" in said:
+            lent = self._lent
+            if lent is None or lent.offset(tensor) != said["landed"]:
+                raise TransportFailed(f"the trainer wrote at {said['landed']} of what it was lent, where nothing is due", hint=SAME)
+            return
         start = int(said["offset"])
         self._copy(tensor, self._ring[int(said["slot"])].tensor[start : start + tensor.nbytes])
         wire.tell(deadline, cancelled, done=said["number"])
 
     def _copy(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         tensor.copy_(source.view(tensor.dtype).view(tensor.shape))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
 
-    def _drop(self) -> None:
+    def _drop_ring(self) -> None:
         ring, self._ring = self._ring, ()
         for held in ring:
             held.close()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[Wire]:
+        """The wire; an error is told to the trainer, and closes the link."""
+        wire = self._wire
+        try:
+            if wire is None:
+                raise closed()
+            yield wire
+        except WeightSyncError as exc:
+            self._fail(wire, exc)
+            raise
+        except (RuntimeError, KeyError, TypeError, ValueError, IndexError) as exc:
+            error = TransportFailed(f"what the trainer sent can't be taken: {type(exc).__name__}: {exc}", hint=SAME)
+            self._fail(wire, error)
+            raise error from exc
 
     def _fail(self, wire: Wire | None, error: WeightSyncError) -> None:
         if wire is not None:

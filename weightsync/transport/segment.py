@@ -5,7 +5,8 @@ allocation of the driver's virtual memory management, exported as a descriptor. 
 the kernel or the driver counts who holds it: a segment whose maker was killed stays readable
 for those who mapped it, and goes when the last of them lets go.
 
-Memory is unmapped when the last tensor on it is gone, not by `close` under somebody's hands.
+Memory is unmapped when the last tensor on it is gone, not by `close` under somebody's hands; `Segment.gone` says whether it was.
+What a GPU does there meanwhile is waited for, by its stream where that is known (`close(settled=True)`), else by the whole device.
 
 Not covered: GPUs that aren't the maker's own; ordering between streams, which is the caller's.
 """
@@ -16,6 +17,10 @@ import contextlib
 import fcntl
 import mmap
 import os
+import stat
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,10 +47,13 @@ class Segment:
     Args:
         tensor: shape [at least the bytes asked for], uint8, on the segment's memory.
         descriptor: what another process maps it by; None where it was mapped.
+        holder: what the tensors on it keep alive, and nothing else does.
+        mapping: of a GPU's memory.
     """
 
-    def __init__(self, tensor: torch.Tensor, descriptor: Descriptor | None) -> None:
-        self._held: tuple[torch.Tensor, Descriptor | None] | None = (tensor, descriptor)
+    def __init__(self, tensor: torch.Tensor, descriptor: Descriptor | None, holder: Any, mapping: _Mapping | None = None) -> None:
+        self._held: tuple[torch.Tensor, Descriptor | None, _Mapping | None] | None = (tensor, descriptor, mapping)
+        self._holder = weakref.ref(holder)
         self.nbytes = int(tensor.numel())
         self.address = int(tensor.data_ptr())
 
@@ -65,16 +73,44 @@ class Segment:
         assert descriptor is not None, "a segment that was mapped is not handed on"
         return descriptor
 
+    @property
+    def gone(self) -> bool:
+        """Whether nobody holds a tensor on it any more, so that this process can't touch it."""
+        return self._holder() is None
+
     def offset(self, tensor: torch.Tensor) -> int | None:
         """Where in this segment a contiguous tensor begins; None if it lies elsewhere."""
         first = tensor.data_ptr() - self.address
         return first if 0 <= first and first + tensor.nbytes <= self.nbytes else None
 
-    def close(self) -> None:
-        """Let go; tensors that somebody holds stay valid. Can be called twice, and by any thread."""
-        self._held = None
+    def take_pages(self) -> None:
+        """Have a host segment's memory there now, on this process's account: who writes first would be charged, and wait, page by page.
 
-    def _open(self) -> tuple[torch.Tensor, Descriptor | None]:
+        Raises:
+            TransportFailed: there is not so much.
+        """
+        descriptor = self.descriptor.number
+        try:
+            os.posix_fallocate(descriptor, 0, self.nbytes)
+        except OSError as exc:
+            raise TransportFailed(f"a shared segment of {self.nbytes} bytes finds no memory: {exc}", hint=_HINT) from exc
+
+    def spare(self) -> Spare | None:
+        """What the next one on a GPU may be made of; None for host memory."""
+        _, descriptor, mapping = self._open()
+        return None if mapping is None or descriptor is None else Spare(mapping, descriptor, self._holder)
+
+    def close(self, settled: bool = False) -> None:
+        """Let go; tensors that somebody holds stay valid. Can be called twice, and by any thread.
+
+        Args:
+            settled: a GPU has done all that this process asked of it there, so that unmapping need not wait for the whole device.
+        """
+        held, self._held = self._held, None
+        if held is not None and held[2] is not None:
+            held[2].settled = settled
+
+    def _open(self) -> tuple[torch.Tensor, Descriptor | None, _Mapping | None]:
         held = self._held
         if held is None:
             raise TransportFailed("a shared segment was closed", hint="Sync again: new ones are made")
@@ -94,6 +130,19 @@ def create(nbytes: int, device: torch.device) -> Segment:
         raise TransportFailed(f"no shared segment of {nbytes} bytes on {device}: {exc}", hint=_HINT) from exc
 
 
+def of_file(path: Path, tensor: torch.Tensor) -> Segment:
+    """A segment of a file in shared memory that this process has mapped already, as `tensor`.
+
+    Raises:
+        TransportFailed: it is not there any more.
+    """
+    try:
+        descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as exc:
+        raise TransportFailed(f"{path} can't be shared: {exc}", hint=_HINT) from exc
+    return Segment(tensor, descriptor, tensor)
+
+
 def attach(descriptor: Descriptor, nbytes: int, device: torch.device) -> Segment:
     """Map a segment that another process made.
 
@@ -107,27 +156,34 @@ def attach(descriptor: Descriptor, nbytes: int, device: torch.device) -> Segment
     try:
         if device.type == "cuda":
             driver = _driver()
-            with torch.cuda.device(device):
-                torch.cuda.synchronize()  # makes the device's context this thread's
+            with _context_of(device):
                 handle = _value(driver, driver.cuMemImportFromShareableHandle(descriptor.number, _handle_type(driver)))
-                return Segment(_tensor_on(_Mapping(driver, handle, nbytes, device.index or 0), device), None)
-        have = os.fstat(descriptor.number).st_size
-        if have < nbytes or not fcntl.fcntl(descriptor.number, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransportFailed(f"a segment of {have} bytes was handed over, and {nbytes} that nobody can cut short are wanted")
-        return Segment(_mapped(descriptor, nbytes), None)
+                return _lent(_Mapping(driver, handle, nbytes, device.index or 0), device, None)
+        have = os.fstat(descriptor.number)
+        if have.st_size < nbytes or not _keeps_its_size(descriptor, have):
+            raise TransportFailed(f"a segment of {have.st_size} bytes was handed over, and {nbytes} that nobody can cut short are wanted")
+        return _mapped(descriptor, nbytes, None)
     except (OSError, ValueError, _DriverError) as exc:
         raise TransportFailed(f"a shared segment of {nbytes} bytes can't be mapped on {device}: {exc}", hint=_HINT) from exc
+
+
+def _keeps_its_size(descriptor: Descriptor, have: os.stat_result) -> bool:
+    """Sealed; or a file, which can't be, of this user or root: its folder says who else may come to it."""
+    if have.st_nlink and stat.S_ISREG(have.st_mode):
+        return have.st_uid in (os.geteuid(), 0)
+    return bool(fcntl.fcntl(descriptor.number, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
 def _on_host(nbytes: int) -> Segment:
     descriptor = Descriptor(os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(descriptor.number, nbytes)
     fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return Segment(_mapped(descriptor, nbytes), descriptor)
+    return _mapped(descriptor, nbytes, descriptor)
 
 
-def _mapped(descriptor: Descriptor, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor.number, nbytes), dtype=torch.uint8)
+def _mapped(descriptor: Descriptor, nbytes: int, own: Descriptor | None) -> Segment:
+    memory = mmap.mmap(descriptor.number, nbytes)
+    return Segment(torch.frombuffer(memory, dtype=torch.uint8), own, memory)
 
 
 # --- CUDA ----------------------------------------------------------------------------------------
@@ -138,35 +194,66 @@ class _DriverError(Exception):
 
 
 class _Mapping:
-    """Memory of the driver's, mapped here; given back with the last tensor on it. Owns `handle` from the first line."""
+    """Memory of the driver's, mapped here; given back with the last tensor on it. Owns `handle` from the first line.
+
+    Attributes:
+        settled: the device has done all that this process asked of it there.
+    """
 
     def __init__(self, driver: Any, handle: Any, size: int, device: int) -> None:
-        self._driver, self._size, self._device, self._mapped = driver, size, device, False
-        self._handle, self._address = handle, None
+        self._driver, self.size, self.device, self._mapped = driver, size, device, False
+        self.handle, self.address, self.settled = handle, 0, False
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._address = _value(driver, driver.cuMemAddressReserve(size, 0, 0, 0))
-        _value(driver, driver.cuMemMap(self._address, size, 0, handle, 0))
+        self.address = int(_value(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
+        _value(driver, driver.cuMemMap(self.address, size, 0, handle, 0))
         self._mapped = True
-        _value(driver, driver.cuMemSetAccess(self._address, size, [access], 1))
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self._size,), "typestr": "|u1", "data": (int(self._address or 0), False), "version": 3}
+        _value(driver, driver.cuMemSetAccess(self.address, size, [access], 1))
 
     def __del__(self) -> None:
         driver = self._driver
         # Unmapping does not wait for what still reads. At the end of a process the driver may be gone before.
         with contextlib.suppress(Exception):
-            torch.cuda.synchronize(self._device)
-        with contextlib.suppress(Exception):
+            if not self.settled:
+                torch.cuda.synchronize(self.device)
+        with contextlib.suppress(Exception), _context_of(torch.device("cuda", self.device)):
             if self._mapped:
-                driver.cuMemUnmap(self._address, self._size)
-            if self._address is not None:
-                driver.cuMemAddressFree(self._address, self._size)
-            driver.cuMemRelease(self._handle)
+                driver.cuMemUnmap(self.address, self.size)
+            if self.address:
+                driver.cuMemAddressFree(self.address, self.size)
+            driver.cuMemRelease(self.handle)
+
+
+class _Loan:
+    """What the tensors of one segment hold of a mapping: when it goes, nobody has one any more."""
+
+    def __init__(self, mapping: _Mapping) -> None:
+        self._mapping = mapping
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._mapping.size,), "typestr": "|u1", "data": (self._mapping.address, False), "version": 3}
+
+
+class Spare:
+    """The memory of a segment on a GPU, held for the next one.
+
+    Attributes:
+        nbytes: of it.
+    """
+
+    def __init__(self, mapping: _Mapping, descriptor: Descriptor, holder: weakref.ref[Any]) -> None:
+        self._mapping, self._descriptor, self._holder, self.nbytes = mapping, descriptor, holder, mapping.size
+
+    def segment(self) -> Segment | None:
+        """Another segment on it, undefined bytes; None while somebody still holds a tensor of the one before."""
+        if self._holder() is not None:
+            return None
+        made = _lent(self._mapping, torch.device("cuda", self._mapping.device), self._descriptor)
+        self._holder = made._holder
+        return made
 
 
 def _on_device(nbytes: int, device: torch.device) -> Segment:
@@ -176,18 +263,26 @@ def _on_device(nbytes: int, device: torch.device) -> Segment:
     wanted.requestedHandleTypes = _handle_type(driver)
     wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     wanted.location.id = index
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # makes the device's context this thread's
+    with _context_of(device):
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         unit = int(_value(driver, driver.cuMemGetAllocationGranularity(wanted, least)))
         size = -(-nbytes // unit) * unit
         mapping = _Mapping(driver, _value(driver, driver.cuMemCreate(size, wanted, 0)), size, index)
-        number = _value(driver, driver.cuMemExportToShareableHandle(mapping._handle, _handle_type(driver), 0))
-        return Segment(_tensor_on(mapping, device), Descriptor(int(number)))
+        number = _value(driver, driver.cuMemExportToShareableHandle(mapping.handle, _handle_type(driver), 0))
+        return _lent(mapping, device, Descriptor(int(number)))
 
 
-def _tensor_on(mapping: _Mapping, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(mapping, device=device)  # holds the mapping
+def _lent(mapping: _Mapping, device: torch.device, descriptor: Descriptor | None) -> Segment:
+    loan = _Loan(mapping)
+    return Segment(torch.as_tensor(loan, device=device), descriptor, loan, mapping)
+
+
+@contextlib.contextmanager
+def _context_of(device: torch.device) -> Iterator[None]:
+    """Have the device's context be this thread's, as calls of the driver need it, without a wait for what the device does."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()
+        yield
 
 
 def _handle_type(driver: Any) -> Any:

@@ -50,7 +50,7 @@ from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.sleep import Sleep
-from weightsync.worker.staging import Staged
+from weightsync.worker.staging import Regions, Staged
 from weightsync.worker.stored import Stored, checkpoint_tensors
 from weightsync.worker.streaming import Streamed
 
@@ -101,7 +101,7 @@ class Applier(Following):
         self._heads: dict[str, list[str]] = {}
         self._stored: Stored | None = None
         self._alone = vllm_config.parallel_config.world_size_across_dp == 1  # no other worker has a part of the model
-        self._held, self._sleep = Held(), Sleep(vllm_compat.SleepMemory())
+        self._held, self._sleep, self._regions = Held(), Sleep(vllm_compat.SleepMemory()), Regions()
         self._back: Staged | None = None  # what is kept of the last update, while it is brought back
         self._receiver: Receiver | None = None
         self._joining = joining.Joining(device, rank)
@@ -165,7 +165,7 @@ class Applier(Following):
         if (folder := folder_of(order, self.rank)) is not None:
             folder.tidy()
         unused = frozenset[int]() if folder else self._unused(found, order.request.manifest.tensors)
-        receiver = Receiver(order, self.rank, self.device, landing, connect, found.loaded_as(), unused)
+        receiver = Receiver(order, self.rank, self.device, landing, connect, found.loaded_as(), unused, self._regions)
         self._map, self._heads, self._receiver = found, heads, receiver
         self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
@@ -326,6 +326,7 @@ class Applier(Following):
         if self.report().state in ("receiving", "staged", "applied"):
             raise UpdateConflict("an update is under way in this worker", hint="Wait for it to end, or abort it")
         counts = self._sleep.fall(level, loading.rewritten(self.model, self._base, self._frozen.names))
+        self._regions.drop()
         return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=counts)
 
     def woken(self) -> WorkerReport:

@@ -31,6 +31,7 @@ from weightsync.protocol import BeginOrder, Phase
 from weightsync.transport import digest, finite, retained
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
 from weightsync.transport.channel import Channel, parts
+from weightsync.transport.link import Link
 from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
 from weightsync.worker import staging, streaming
 
@@ -62,6 +63,7 @@ class Receiver:
         connect: returns the communicator of the order's generation, making it if need be.
         dtypes: of what tensors are loaded into, by the tensor's name, where that can differ from what is sent.
         unused: tensors, by their index in the manifest, that need not be kept once they are proved.
+        regions: memory of earlier updates that a trainer on this host may be lent.
 
     Raises:
         MemoryRefused: the stream would not fit where it is to be staged.
@@ -77,8 +79,10 @@ class Receiver:
         connect: Callable[[], Channel],
         dtypes: Mapping[str, str] | None = None,
         unused: Collection[int] = (),
+        regions: staging.Regions | None = None,
     ) -> None:
         self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
+        self._regions = regions or staging.Regions()
         request = order.request
         try:
             self.plan: BucketPlan = plan_buckets(request.manifest, request.bucket_bytes)
@@ -137,13 +141,18 @@ class Receiver:
     def _make(self, device: torch.device, unused: Collection[int]) -> staging.Whole | streaming.Passing:
         order, manifest = self.order, self.order.request.manifest
         if order.stage == "none":
+            self._regions.drop()
             largest = max((spec.nbytes for spec in manifest.tensors), default=0)
             staging.require_room(largest, self._landing, "the largest tensor takes", "Send it in parts, or give the KV cache less")
             return streaming.Passing(manifest, self.plan, self._landing, self._deadline, self._cancelled.is_set)
         # What is kept when it is committed had better be on the host from the start: copying it there takes time.
         stage = "host" if order.retain and order.stage == "auto" else order.stage
         spared = sum(manifest.tensors[index].nbytes for index in unused)
-        return staging.Whole(manifest, self.plan, staging.allocate(self.plan, stage, device, self._landing, spared), unused)
+        where = (self.plan, stage, device, self._landing, spared)
+        if self.rank in order.communicator.local.get(str(order.engine), ()):
+            return staging.Whole(manifest, self.plan, self._regions.allocate(*where), unused)
+        self._regions.drop()
+        return staging.Whole(manifest, self.plan, staging.allocate(*where), unused)
 
     def _run(self) -> None:
         began = time.monotonic()
@@ -152,7 +161,8 @@ class Receiver:
             # A partial update is taken over into what is kept, when it counts.
             folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
             if folder is not None and isinstance(into, staging.Whole) and into.device.type == "cpu":
-                into.move(*folder.memory(self.order.request.update_id, self.plan.stream_bytes))
+                memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes)
+                into.move(memory, folder.path / file)
             communicator = self._connect()
             self.seconds["connect"] = time.monotonic() - began
             into = self.into
@@ -188,6 +198,10 @@ class Receiver:
         ):
             landings = self._landings(into)
             settle(device)
+            link = communicator if isinstance(communicator, Link) and buckets else None
+            lent = into.lend() if link is not None and isinstance(into, staging.Whole) else None
+            if link is not None:
+                link.lend(lent, self.plan, self._deadline, checking.ended)
             checked: _Checked | None = None
             coming: _Coming | None = None
             for number, bucket in enumerate(buckets):
@@ -200,7 +214,10 @@ class Receiver:
                 checked = self._arrive(coming, communicator, checking, into)
                 coming = _Coming(bucket, target, digests, posted)
             self._finish(checked, checking, into)
-            self._finish(self._arrive(coming, communicator, checking, into), checking, into)
+            checked = self._arrive(coming, communicator, checking, into)
+            if link is not None and link.end(self._deadline, checking.ended) and lent is not None:
+                self._regions.keep(lent)
+            self._finish(checked, checking, into)
 
     def _arrive(
         self, coming: _Coming | None, communicator: Channel, checking: Beside, into: staging.Whole | streaming.Passing

@@ -8,6 +8,9 @@ Where an engine has several workers, each proves every tensor and keeps those th
 loaders touch: not other stages' layers, nor other workers' experts. On the host their
 memory goes back as soon as they are proved; the layout stays the stream's.
 
+What comes from a trainer on the same host (`transport.link`) lies in memory that the trainer can be lent, to write
+into it (`Regions`), unless that would have to go back in part while the trainer writes, or it is not where buckets land.
+
 Not covered: memory shared by the workers of a node: a tensor of which each of them takes a
 part lies whole in each; and on a GPU the whole stream does.
 """
@@ -16,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import psutil
 import torch
 
-from weightsync.errors import MemoryRefused, WeightSyncError
+from weightsync.errors import MemoryRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import Manifest
 from weightsync.transport.digest import Digest
 from weightsync.transport.memory import huge_pages, let_go, small_pages
 from weightsync.transport.packing import Bucket, BucketPlan, Piece
+from weightsync.transport.segment import Segment, Spare, create, of_file
 from weightsync.worker.loadmap import LoadMap
 
 #: Share of the free memory that staging may take: of the host's, and of a device's that was asked for.
@@ -93,22 +98,39 @@ class Whole:
 
     Args:
         plan, manifest: of the update.
-        data: from `allocate`.
+        data: from `allocate`; or from `Regions.allocate`, what a trainer may be lent.
         unused: indices of tensors that need not be kept once they are proved.
+
+    Attributes:
+        lent: what `data` is, where a trainer may be lent it.
     """
 
-    def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor, unused: Collection[int] = ()) -> None:
-        self._manifest, self._offsets, self.data, self._unused = manifest, plan.offsets, data, frozenset(unused)
+    def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor | Segment, unused: Collection[int] = ()) -> None:
+        self._manifest, self._offsets, self._unused = manifest, plan.offsets, frozenset(unused)
+        self.lent = data if isinstance(data, Segment) else None
+        self.data = data.tensor[: plan.stream_bytes] if isinstance(data, Segment) else data
         self._file = ""
 
     @property
     def device(self) -> torch.device:
         return self.data.device
 
-    def move(self, memory: torch.Tensor | None, file: str) -> None:
+    def move(self, memory: torch.Tensor | None, file: Path) -> None:
         """Before the first byte: have it come to lie in a file (`retained.Folder.memory`), where there is room for that."""
         if memory is not None:
-            self.data, self._file = memory, file
+            self.data, self._file = memory, file.name
+            if self.lent is not None:
+                self.lent = of_file(file, memory)
+
+    def lend(self) -> Segment | None:
+        """What a trainer may be lent now, its pages there; None where there is nothing to lend.
+
+        Raises:
+            TransportFailed: there is not so much memory.
+        """
+        if self.lent is not None and self.device.type == "cpu" and not self._file:  # a file has its pages
+            self.lent.take_pages()
+        return self.lent
 
     def window(self, bucket: Bucket) -> torch.Tensor:
         """Where a bucket lands, shape [its bytes], uint8."""
@@ -138,8 +160,11 @@ class Whole:
         """Give the memory back though somebody may hold on to it, as a broadcast does that was left in the middle of a message.
 
         The addresses stay taken until that one ends, so that nothing else can come to lie there; what they hold is undefined.
+        What a trainer was lent goes with the last who has it mapped: taken away under one that still writes, it would have to be
+        found anew, and where there is none left the system ends the trainer.
         """
-        let_go(self.data)
+        if self.lent is None:
+            let_go(self.data)
 
     def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
         """All that has arrived, with where it goes."""
@@ -151,6 +176,49 @@ def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], in
     spec = manifest.tensors[index]
     flat = data[offsets[index] : offsets[index] + spec.nbytes].view(getattr(torch, spec.dtype))
     return flat.reshape(spec.shape)
+
+
+class Regions:
+    """Memory for whole streams that a trainer can be lent, from update to update.
+
+    On a GPU it is kept for the next update, as torch's allocator keeps its blocks: making, exporting and mapping gigabytes there takes
+    milliseconds, about what copying them does. Unlike torch's it does not go by itself when the process runs short. It goes when the
+    engine sleeps, and when the next update is staged elsewhere or does not fit. Only what the trainer has unmapped is kept: one that hangs
+    and comes back could write to what it still has mapped. Memory of the host goes with each update, as it always did.
+    """
+
+    #: Whether memory of a GPU is kept between updates. A switch, to be set by what is measured.
+    KEEP = True
+
+    def __init__(self) -> None:
+        self._spare: Spare | None = None
+
+    def allocate(
+        self, plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int = 0
+    ) -> torch.Tensor | Segment:
+        """As `allocate`, with its errors; a segment where a trainer can write what lands on `landing`."""
+        fits = landing.type == device.type and stage != "host" and self._spare is not None and self._spare.nbytes >= plan.stream_bytes
+        again = self._spare.segment() if fits and self._spare is not None else None
+        self.drop()  # before it is looked what is free
+        if again is not None:
+            return again
+        where = _place(plan, stage, device, landing, spared)
+        if where.type != landing.type or (spared and where.type == "cpu"):
+            return _memory(plan, where, spared)
+        try:
+            return create(max(1, plan.stream_bytes), where)
+        except TransportFailed as exc:
+            hint = "Set sync.stage to host, or sync.local to off"
+            raise MemoryRefused(f"staging needs {plan.stream_bytes} bytes that a trainer can map: {exc.message}", hint=hint) from exc
+
+    def keep(self, segment: Segment) -> None:
+        """Nobody writes to this any more but its worker: keep its memory, for when it is let go of here as well."""
+        if self.KEEP:
+            self._spare = segment.spare()
+
+    def drop(self) -> None:
+        """Give back what is kept."""
+        self._spare = None
 
 
 def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int = 0) -> torch.Tensor:
@@ -169,6 +237,10 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
     Raises:
         MemoryRefused: it would not fit, or a bucket would not fit on the device where buckets land.
     """
+    return _memory(plan, _place(plan, stage, device, landing, spared), spared)
+
+
+def _place(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int) -> torch.device:
     on_device = _on_device(plan.stream_bytes, stage, device)
     two_buckets = min(2 * plan.bucket_bytes, plan.stream_bytes)  # one is moved while the next arrives
     if landing.type == "cuda" and not on_device:
@@ -176,6 +248,10 @@ def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.
     where = device if on_device else torch.device("cpu")
     kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets)
     require_room(kept, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
+    return where
+
+
+def _memory(plan: BucketPlan, where: torch.device, spared: int) -> torch.Tensor:
     data = torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
     return small_pages(data) if spared else huge_pages(data)
 
