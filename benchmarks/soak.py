@@ -3,8 +3,8 @@
     python -m benchmarks.soak [--minutes 60] [--seed 1] [--out FILE] [--folder FOLDER]
 
 `weightsync serve` as a process with two CPU engines of a tiny checkpoint (`sync.require=1`), a trainer as a process that
-updates all the time, threads that ask all the time (`soak_load`), and kills in rounds (`soak_actions`), each waited for until all
-engines serve again what the fleet holds. Between rounds lies a calm time, in which memory can be seen to grow or not.
+updates all the time, threads that ask all the time (`soak_load`), and kills, scaling and a rejoin in rounds (`soak_actions`), each waited
+for until all engines serve again what the fleet holds. Between rounds lies a calm time, in which memory can be seen to grow or not.
 
 It fails when a request is lost, or fails though nothing was done to who should answer it; when an update fails though nothing
 was done to anybody; when an engine's version falls, or one does not come back; when memory, files or threads of a process grow with
@@ -42,6 +42,7 @@ from benchmarks.soak_load import Load, Request
 from benchmarks.soak_watch import Before, Watch, strays
 from tests import checkpoints
 from tests.fleets import Fleet, answers
+from weightsync.errors import UpdateConflict
 from weightsync.protocol import EngineState
 
 ENGINES = 2
@@ -76,7 +77,7 @@ class Soak:
             self._port = int(self.fleet.url.rsplit(":", 1)[1])
             self._train()
             self.watch = Watch(lambda: self.fleet, lambda: self._trainers[-1].process.pid, lambda: self.committed)
-            self._wait(lambda: self.committed >= 1, 60, "a first update")
+            self.wait(lambda: self.committed >= 1, 60, "a first update")
             self.load = Load(self.fleet.url, self.fleet.token, ENGINES, lambda: self.watch.status)
         except BaseException:
             for trainer in self._trainers:
@@ -115,6 +116,23 @@ class Soak:
         self._trainers[-1].kill()
         self._train()
 
+    def end_trainer(self) -> None:
+        if (code := self._trainers[-1].close()) != 0:
+            self.faults.append(f"a trainer that was told to end did so with {code}; see its log")
+
+    def start_trainer(self) -> None:
+        self._train()
+
+    def scale(self, engines: int) -> None:
+        def done() -> bool:
+            try:
+                return bool(sync.scale(engines))
+            except UpdateConflict:  # it may take longer to end than the service waits
+                return False
+
+        with self.fleet.client() as sync:
+            self.wait(done, _RECOVERY_SECONDS, f"scaling to {engines} engines")
+
     # --- the run --------------------------------------------------------------------------------
 
     def run(self, seconds: float) -> None:
@@ -140,9 +158,7 @@ class Soak:
 
     def _recover(self, blow: Blow, version: int) -> None:
         """Wait until every engine serves at least this version."""
-        if self._wait(
-            lambda: self._all_serve(version), _RECOVERY_SECONDS, f"recovery from {blow.action} at engines {sorted(blow.engines)}"
-        ):
+        if self.wait(lambda: self._all_serve(version), _RECOVERY_SECONDS, f"recovery from {blow.action} at engines {sorted(blow.engines)}"):
             blow.until = time.monotonic()
             if left := strays(self.fleet):
                 time.sleep(2.0)  # they end with their actor, not before it
@@ -153,9 +169,10 @@ class Soak:
     def _all_serve(self, version: int) -> bool:
         status = self.watch.status
         able = (EngineState.SERVING, EngineState.UPDATING)
-        return status is not None and all(e.state in able and (e.version or -1) >= version for e in status.engines)
+        there = status is not None and len(status.engines) == ENGINES
+        return status is not None and there and all(e.state in able and (e.version or -1) >= version for e in status.engines)
 
-    def _wait(self, condition: Any, seconds: float, what: str) -> bool:
+    def wait(self, condition: Any, seconds: float, what: str) -> bool:
         until = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > until:
@@ -205,7 +222,7 @@ class Soak:
         failed = [one for one in self.load.account.requests if one.result != "answered"]
         unexplained = [one for one in failed if not self._explained(one)]
         errors = [update for update in self.updates if "code" in update]
-        bad = [u for u in errors if not any(blow.covers(u["began"], u["ended"]) for blow in self.blows)]
+        bad = [u for u in errors if not any(blow.updates and blow.covers(u["began"], u["ended"]) for blow in self.blows)]
         lives = sorted((life.fitted() for life in self.watch.lives.values()), key=lambda one: -one["updates"])
         faults = [*self.faults, *self.watch.faults, *self.load.account.faults]
         faults += [f"request {asdict(one)} though nothing was done to who should answer it" for one in unexplained[:20]]
@@ -216,10 +233,12 @@ class Soak:
         return {
             "requests": {**self.load.account.summed(), "unexplained": len(unexplained)},
             "updates": {
-                "committed": self.committed, "seconds": _spread(self.updates), "failed": len(errors), "unexplained": len(bad),
+                "committed": self.committed, "sent_again": sum(len(u.get("lost", ())) for u in self.updates),
+                "seconds": _spread(self.updates), "failed": len(errors), "unexplained": len(bad),
                 "errors": [_error(update, self.blows) for update in errors][:100],
                 "codes": [{"code": code, "retryable": again, "count": count} for (code, again), count in sorted(codes.items())],
             },
+            "actions": {name: _done(name, self.blows) for name in sorted({blow.action for blow in self.blows})},
             "blows": [_blow(blow) for blow in self.blows],
             "processes": lives,
             "segments_in_the_end": self.segments,
@@ -248,14 +267,22 @@ def _blow(blow: Blow) -> dict[str, Any]:
     return {"action": blow.action, "engines": sorted(blow.engines), "recovered_seconds": took, "notes": blow.notes}
 
 
+def _done(action: str, blows: list[Blow]) -> dict[str, int]:
+    """How often it was done, and how often all engines served again behind it."""
+    found = [blow for blow in blows if blow.action == action]
+    return {"done": len(found), "recovered": sum(blow.until is not None for blow in found)}
+
+
 def table(result: dict[str, Any]) -> str:
     """The results, for reading."""
     requests, updates = result["requests"], result["updates"]
     lines = [
         f"requests: {', '.join(f'{requests[key]} {key}' for key in ('sent', 'answered', 'retryable', 'failed', 'lost', 'unexplained'))}",
-        f"updates: {updates['committed']} committed, {updates['failed']} failed ({updates['unexplained']} unexplained)",
+        f"updates: {updates['committed']} committed ({updates['sent_again']} times sent again), "
+        f"{updates['failed']} failed ({updates['unexplained']} unexplained)",
+        "actions: " + ", ".join(f"{name} {count['recovered']} of {count['done']}" for name, count in result["actions"].items()),
     ]
-    lines += [f"{blow['action']} {blow['engines']}: {blow['recovered_seconds']} s" for blow in result["blows"]]
+    lines += [f"{blow['action']} {blow['engines']}: {blow['recovered_seconds']} s {'; '.join(blow['notes'])}" for blow in result["blows"]]
     lines += [
         f"{life['role']}: {life['mb_per_update']} MB per update over {life['updates']}"
         for life in result["processes"]

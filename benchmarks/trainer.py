@@ -3,8 +3,9 @@
     python -m benchmarks.trainer URL TOKEN_FILE CHECKPOINT_OF_EVEN_VERSIONS CHECKPOINT_OF_ODD_ONES [--every SECONDS]
 
 Each update is told on standard output as a line of JSON: `began` and `ended` (`time.monotonic()`, which all processes of
-a machine share), `version`, and what became of it: `pause` and `seconds` by phase, and the ordinals of `engines` that committed, or the
-`code` of the error, whether it can be tried again (`retryable`) and its `message`. It ends when its standard input does.
+a machine share), `version`, and what became of it: `pause` and `seconds` by phase, and the ordinals of `engines` that committed and of
+those `lost` in a broadcast, or the `code` of the error, whether it can be tried again (`retryable`) and its `message`. It ends when its
+standard input does.
 
 Not covered: training.
 """
@@ -39,6 +40,7 @@ def update(sync: WeightSync, weights: tuple[Any, Any]) -> dict[str, Any]:
         report = sync.sync_weights(weights[told["version"] % 2], told["version"])
         seconds = {phase: round(took, 4) for phase, took in report.seconds.items()}
         told |= {"pause": report.pause_seconds, "seconds": seconds, "engines": [v.engine for v in report.verdicts if v.committed]}
+        told["lost"] = [sent.engine for sent in report.sent_again]
     except WeightSyncError as exc:
         told |= {"code": exc.code, "retryable": exc.retryable, "message": str(exc)}
     return told | {"ended": time.monotonic()}

@@ -72,6 +72,10 @@ class Update:
             time.sleep(0.005)
         return [{name: receiver.held().tensor(index).clone() for index, name in enumerate(names)} for receiver in self.receivers]
 
+    def break_off(self, engine: int) -> None:
+        """The engine's worker leaves without a word."""
+        next(wire for wire in self._wires if wire.rank == engine + 1).close()
+
     def end(self, error: WeightSyncError | None) -> None:
         if not self.state.final:
             self.state = UpdateState.ABORTED if error else UpdateState.COMMITTED
@@ -85,9 +89,8 @@ class Update:
 
     def status(self) -> UpdateStatus:
         manifest = self.request.manifest
-        verdicts = tuple(
-            EngineVerdict(at, self.state == UpdateState.COMMITTED, self.request.version, EngineState.SERVING) for at in range(2)
-        )
+        committed = self.state == UpdateState.COMMITTED  # else nothing was written
+        verdicts = tuple(EngineVerdict(at, True, self.request.version, EngineState.SERVING) for at in range(2) if committed)
         return UpdateStatus(
             self.request.update_id, self.request.version, self.state, len(manifest.tensors), manifest.nbytes, 0.0,
             seconds={"apply": 0.0}, verdicts=verdicts, error=self.error or None,

@@ -134,7 +134,7 @@ class Worker:
     def apply(self, update_id: str) -> WorkerReport:
         assert self._receiver is not None and self._receiver.order.request.update_id == update_id
         names = [spec.name for spec in self._receiver.order.request.manifest.tensors]
-        self.values = {name: float(self._receiver.held().tensor(index)[0]) for index, name in enumerate(names)}
+        self.values = {name: float(self._receiver.held().tensor(index).reshape(-1)[0]) for index, name in enumerate(names)}
         self._state = "applied"
         return self.poll()
 
@@ -328,6 +328,29 @@ def train(state: dict[str, Any], url: str, version: int, moment: str, seconds: f
     except WeightSyncError as exc:
         return {"error": exc, "seconds": time.monotonic() - began}
     return {"version": committed, "seconds": time.monotonic() - began}
+
+
+def bring(state: dict[str, Any], url: str, version: int | None, source: str, seconds: float) -> dict[str, Any]:
+    """`sync_weights`; half way through each sending it says so and waits for a word. What came of it."""
+    with WeightSync(url, TOKEN, bucket_bytes=BUCKET, timeout_seconds=seconds) as sync:
+        stood, before = False, 0
+
+        def stand(sent: int, total: int) -> None:
+            nonlocal stood, before
+            stood, before = stood and sent > before, sent  # bytes begin anew with each sending
+            if not stood and 2 * sent >= total:
+                stood = True
+                state["pipe"].send((False, "here"))
+                state["pipe"].recv()
+
+        number = sync.status().committed_version or 0
+        tensors = weights(number + 1 if version is None else version)
+        began = time.monotonic()
+        try:
+            report = sync.sync_weights(iter(tensors.items()) if source == "iterator" else tensors, version, progress=stand)
+        except WeightSyncError as exc:
+            return {"error": exc, "seconds": time.monotonic() - began}
+        return {"report": report, "seconds": time.monotonic() - began}
 
 
 def commit_thrice(state: dict[str, Any], url: str, version: int) -> tuple[list[str], int | None, int]:

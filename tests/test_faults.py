@@ -5,6 +5,7 @@ Not covered: killed actors and killed services (`test_lifecycle.py`).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tests.fleets import Fleet, answers, engine_pid, trainer, wait_until
 from weightsync import WeightSync
 from weightsync.client.source import offer
 from weightsync.codec import encode
-from weightsync.errors import DeadlineExceeded, InternalError, ManifestRefused, NoEngineReady, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, ManifestRefused, NoEngineReady, WeightSyncError
 from weightsync.protocol import EngineState
 
 pytestmark = pytest.mark.engine
@@ -32,7 +34,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @pytest.fixture(scope="module")
 def one(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    running = Fleet(checkpoint(KIND, 1), tmp_path_factory.mktemp("faults")).ready()
+    running = Fleet(checkpoint(KIND, 1), tmp_path_factory.mktemp("faults"), flags=["--engine.max_model_len=2048"]).ready()
     yield running
     assert running.stop() == 0
 
@@ -56,8 +58,55 @@ def _children(process: Any) -> list[Any]:
     return [child for child in process.children() if "resource_tracker" not in " ".join(child.cmdline())]
 
 
+#: Tokens of a request that is under way when its engine dies, on a quiet machine too.
+_LONG = 2000
+
+
+class _Stream:
+    """Requests to the fleet's engine by plain HTTP; one is streamed from now on."""
+
+    def __init__(self, fleet: Fleet, sync: WeightSync, pool: ThreadPoolExecutor) -> None:
+        self._url = f"{sync.engines()[0].url}/v1/completions"
+        self._client = httpx.Client(headers={"authorization": f"Bearer {fleet.token}"}, timeout=60)
+        self._body = {"model": "policy", "prompt": [1, 5, 9], "max_tokens": _LONG, "ignore_eos": True, "return_token_ids": True}
+        self.tokens, self._last = 0, ""
+        self._reading = pool.submit(self._read)
+
+    def _read(self) -> None:
+        with self._client.stream("POST", self._url, json={**self._body, "stream": True}) as response:
+            for line in filter(None, response.iter_lines()):
+                self.tokens, self._last = self.tokens + 1, line
+
+    def post(self) -> httpx.Response:
+        return self._client.post(self._url, json=self._body)
+
+    def error(self) -> WeightSyncError:
+        """With which the stream ended."""
+        self._reading.result(60)
+        assert self.tokens < _LONG
+        return WeightSyncError.from_dict(json.loads(self._last.removeprefix("data: "))["error"])
+
+
+def require_told(whole: httpx.Response, streamed: WeightSyncError, asked: BaseException | None) -> None:
+    """That whoever had a request in an engine whose vLLM died is told so in a form that says to come again."""
+    assert (whole.status_code, whole.headers["retry-after"]) == (503, "1")
+    for error in (WeightSyncError.from_dict(whole.json()["error"]), streamed):
+        assert (error.code, error.engine, error.retryable) == ("engine_died", 0, True)
+    assert isinstance(asked, (EngineDied, NoEngineReady)) and asked.retryable, "by the client, which finds no other engine"
+
+
 def _state(fleet: Fleet, update_id: str) -> str:
     return str(fleet.get(f"/v1/updates/{update_id}").json()["state"])
+
+
+def test_an_engine_runs_with_the_niceness_of_the_service(one: Fleet) -> None:
+    """Ray gives its workers 15: on a busy machine an engine got what others left."""
+    nice = psutil.Process(one.process.pid).nice()
+    assert {_process_of(one, title).nice() for title in ("ray::EngineActor", "VLLM::EngineCore", "VLLM::Worker")} == {nice}
+
+
+def _process_of(fleet: Fleet, title: str) -> Any:
+    return psutil.Process(_process(fleet, title))
 
 
 @pytest.mark.slow
@@ -150,7 +199,14 @@ def test_a_controller_that_dies_in_mid_update_leaves_engines_that_take_the_next_
 def test_an_engine_whose_vllm_dies_restarts_and_takes_the_next_update(
     title: str, one: Fleet, sync: WeightSync, tensors: Any, cold: Any
 ) -> None:
-    os.kill(_process(one, title), signal.SIGKILL)
+    victim = _process(one, title)  # finding it takes a while
+    with ThreadPoolExecutor(3) as pool:
+        streamed = _Stream(one, sync, pool)
+        whole = pool.submit(streamed.post)
+        asked = pool.submit(sync.generate, [1, 5, 9], max_tokens=_LONG, ignore_eos=True)
+        wait_until(lambda: streamed.tokens, 20, "tokens")
+        os.kill(victim, signal.SIGKILL)
+        require_told(whole.result(60), streamed.error(), asked.exception(60))
     wait_until(lambda: sync.engines()[0].state == EngineState.DEAD, 20, "its death")
     wait_until(lambda: sync.engines()[0].state == EngineState.PENDING, 60, "the restart")
     if not sync.engines()[0].workers:

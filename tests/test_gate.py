@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import EngineDied, WeightSyncError
 from weightsync.fleet.gate import ALLOWED, Gate, http_settings
 
 TOKEN = "right-token"
@@ -432,6 +432,48 @@ def test_requests_that_an_update_came_to_meanwhile_go_on(monkeypatch: pytest.Mon
     vllm, answers = out_of_service(monkeypatch, updated=True)
     assert [answer.body for answer in answers.values()] == [b"running", b"tokenising", b"streaming"]
     assert vllm.cancelled == []
+
+
+DIED = EngineDied("vLLM of engine 3 died while it had this request", engine=3)
+
+
+class Fails:
+    """Stands for vLLM, whose own errors these are: whole, or as an event of a stream that has begun."""
+
+    def __init__(self, status: int, *events: bytes) -> None:
+        self._status, self._events = status, events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        kind = b"text/event-stream" if self._status == 200 else b"application/json"
+        await send({"type": "http.response.start", "status": self._status, "headers": [(b"content-type", kind)]})
+        for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def failing(application: Any, died: WeightSyncError | None) -> Answer:
+    return asyncio.run(pass_through(Gate(application, TOKEN, lambda: None, LIMIT, lambda: died), "any"))
+
+
+def test_what_vllm_answers_when_it_has_died_is_an_error_that_says_to_come_again() -> None:
+    """It was vLLM's own 500, which clients take for the end of the matter."""
+    vllms = b'{"error": {"message": "EngineCore encountered an issue", "code": 500}}'
+    answer = failing(Fails(500, vllms), DIED)
+    assert (answer.status, answer.error.code, answer.error.engine, answer.error.retryable) == (503, "engine_died", 3, True)
+    assert answer.headers[b"retry-after"] == b"1"
+    alive = failing(Fails(500, vllms), None)
+    assert (alive.status, alive.body) == (500, vllms), "a fault of its own while it lives is told as it is"
+    assert failing(Fails(400, vllms), DIED).status == 400, "and so is the client's"
+
+
+def test_a_stream_that_has_begun_ends_with_that_error_when_vllm_dies() -> None:
+    tokens, failed = b'data: {"choices": []}\n\n', b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n'
+    answer = failing(Fails(200, tokens, tokens, failed, b"data: [DONE]\n\n"), DIED)
+    assert answer.status == 200 and answer.body.startswith(tokens * 2)
+    (event,) = answer.body.removeprefix(tokens * 2).strip().split(b"\n\n")
+    assert WeightSyncError.from_dict(json.loads(event.removeprefix(b"data: "))["error"]).code == "engine_died"
+    assert answer.messages[-1] == {"type": "http.response.body", "body": b""}, "an end, not a connection that breaks off"
+    assert failing(Fails(200, tokens, b"data: [DONE]\n\n"), DIED).body == tokens + b"data: [DONE]\n\n", "what was whole by then is"
 
 
 def test_a_request_that_its_server_gives_up_is_given_up_behind_the_gate_too() -> None:

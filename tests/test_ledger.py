@@ -196,6 +196,26 @@ def test_dead_engines_are_left_out_where_require_allows_it() -> None:
     assert ledger.admit(request("u", 1), 0.0).engines == (0, 2)
 
 
+def test_what_is_sent_again_goes_on_without_the_engine_that_was_lost_whatever_it_says_of_itself() -> None:
+    ledger = fleet(engines=3, require=2)
+    ledger.abort(ledger.admit(request("u1", 1), 0.0), EngineDied("lost", engine=1), 1.0)
+    again = ledger.admit(replace(request("u2", 1), without=(1, 7)), 2.0)
+    assert again.engines == (0, 2)
+    assert [(v.engine, v.state, (v.error or {})["code"]) for v in again.left_out] == [(1, "pending", "engine_died")]
+    assert "was lost while these weights were sent" in (again.left_out[0].error or {})["message"]
+    assert apply(ledger, again, True, True)
+    assert {u.request.update_id: (u.request.version, u.state) for u in ledger.list()} == {"u2": (1, "committed"), "u1": (1, "aborted")}
+    assert ledger.admit(request("u3", 2), 3.0).engines == (0, 1, 2), "the next update is for all"
+
+
+def test_what_is_sent_again_needs_as_many_engines_as_any_update() -> None:
+    ledger = fleet()
+    with pytest.raises(EngineDied, match=r"1 engine\(s\) are dead or starting: 1 \(lost\); 2 must commit and 1 can"):
+        ledger.admit(replace(request("u", 1), without=(1,)), 0.0)
+    with pytest.raises(NoEngineReady):
+        fleet(engines=1, require=1).admit(replace(request("u", 1), without=(0,)), 0.0)
+
+
 def test_an_engine_on_its_way_up_is_left_out_like_a_dead_one() -> None:
     ledger = fleet(engines=3, require=2)
     ledger.see(replace(engine(1), workers=0, reason="starting"))

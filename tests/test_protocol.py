@@ -39,7 +39,7 @@ from weightsync.protocol import (
     UpdateStatus,
     WorkerReport,
 )
-from weightsync.results import Attachment, Generation, SyncReport, VersionSpan
+from weightsync.results import Attachment, Generation, SentAgain, SyncReport, VersionSpan
 
 MANIFEST = Manifest(
     (TensorSpec("model.embed.weight", "bfloat16", (8, 4)), TensorSpec("größe", "float32", ()), TensorSpec("none", "int8", (0,)))
@@ -63,6 +63,7 @@ CONTRACT = ContractReport(
     {"model.layers.0.kernel.strides": {"adopted": 3, "refreshed": 1}}, 0, ("model.gone",), ("model.gone: lost",), ("model.odd",), (), 2, 5,
     {"seal": 0.5},
 )  # fmt: skip
+SENT_AGAIN = SentAgain("update-1", 1, ERROR, 0.5)
 MESSAGES = [
     SLOT,
     CONTRACT,
@@ -86,6 +87,8 @@ MESSAGES = [
     FleetStatus("default", None, 0, (ENGINE,), None),
     FleetStatus("default", 7, 1, (ENGINE,), STATUS),
     SyncReport("update-1", 7, 68, 3, {"total": 1.5}, 0.5, (VERDICT,)),
+    SyncReport("update-2", 7, 68, 3, {"total": 1.5}, 0.5, (VERDICT,), (SENT_AGAIN,)),
+    SENT_AGAIN,
     Attachment(6, 7, (ENGINE,), (0,), True, True, "rewind"),
     SPAN,
     Generation((1, 2), (-0.5, -1.0), (SPAN, VersionSpan(7, 2, 3)), 0, "length"),
@@ -376,6 +379,7 @@ def test_what_was_sampled_is_never_fresher_than_the_fleet(committed: int | None,
         ({"scope": ("x",) * 1001}, "scope: want at most 1000 patterns"),
         ({"base_version": 3}, "base_version 3: want 0 to .*, and only with a scope"),
         ({"scope": ("a.*",), "base_version": -1}, "base_version -1: want 0 to"),
+        ({"without": (1, -1)}, r"without \(1, -1\): want ordinals"),
         ({"scope": ("a.*",), "rewind": True}, "rewind with a scope: going back takes a complete update"),
     ],
 )

@@ -22,12 +22,14 @@ from weightsync.codec import encode
 from weightsync.errors import (
     ApplyFailed,
     DeadlineExceeded,
+    EngineDied,
     ManifestRefused,
     ServiceUnreachable,
     UpdateConflict,
     UpdateFailed,
 )
 from weightsync.protocol import Admission, CommunicatorInfo
+from weightsync.results import SentAgain
 
 BUCKET = 8192
 
@@ -63,7 +65,9 @@ def test_an_update_that_was_refused_needs_no_withdrawal(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("flags", "expected"), [([], (False, False)), (["--rewind", "--allow-nonfinite"], (True, True))])
-def test_a_push_passes_its_flags_on(flags: list[str], expected: tuple[bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_passes_its_flags_on_and_says_what_was_sent_again(
+    flags: list[str], expected: tuple[bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     asked: dict[str, Any] = {}
 
@@ -75,11 +79,12 @@ def test_a_push_passes_its_flags_on(flags: list[str], expected: tuple[bool, bool
 
         def sync_weights(self, source: Any, version: int | None, **flags: Any) -> SyncReport:
             asked.update(flags)
-            return SyncReport("u", 3, 8, 1, {"total": 0.5}, 0.01, ())
+            return SyncReport("u", 3, 8, 1, {"total": 0.5}, 0.01, (), (SentAgain("before", 1, EngineDied("gone").to_dict(), 0.25),))
 
     monkeypatch.setattr(cli, "_client", lambda _: Client())
     assert cli.main(["push", str(tmp_path), *flags]) == 0
     assert (asked["rewind"], asked["allow_nonfinite"]) == expected
+    assert "engine 1 was lost after 0.25 s (engine_died): sent again to the others\n" in capsys.readouterr().out
 
 
 def test_an_update_that_can_not_be_sent_is_withdrawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,20 @@ def test_one_that_is_gone_or_out_is_not_asked_again_with_them(other: WeightSyncE
     assert type(caught.value) is kind
 
 
+def test_a_prompt_under_which_an_engine_died_is_passed_on_once() -> None:
+    died = EngineDied("vLLM of engine 0 died while it had this request", engine=0)
+    engines = Engines([died], [], [])
+    assert (engines.generate().engine, engines.asked) == (2, [0, 2])
+    engines = Engines([died], [], [EngineDied("of engine 2", engine=2)])
+    with pytest.raises(EngineDied, match="of engine 2") as caught:
+        engines.generate()
+    assert engines.asked == [0, 2] and caught.value.engine == 2
+    engines = Engines([died], [])
+    with pytest.raises(EngineDied):
+        engines.generate(0)
+    assert engines.asked == [0]
+
+
 @pytest.mark.parametrize("only", [None, 0])
 def test_waiting_ends_with_the_deadline_and_says_that_they_are_being_updated(only: int | None) -> None:
     engines, began = Engines([UPDATING] * 99, [UPDATING] * 99), time.monotonic()

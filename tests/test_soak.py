@@ -34,7 +34,9 @@ def test_two_minutes_of_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> 
     told = json.loads(out.read_text())
     assert told["faults"] == [] and told["requests"]["lost"] == 0 and told["requests"]["answered"] > 100
     assert told["updates"]["committed"] > 20
-    assert [blow["action"] for blow in told["blows"]][:2] == ["kill_controller", "kill_engine_core"]  # more where the machine is quick
+    assert [blow["action"] for blow in told["blows"]][:3] == ["kill_controller", "rejoin", "scale"]  # more where the machine is quick
+    assert all(done["recovered"] == done["done"] > 0 for done in told["actions"].values())
+    assert "without a trainer" in told["blows"][1]["notes"][0] and "engine 2 served after" in told["blows"][2]["notes"][0]
     assert all(blow["recovered_seconds"] is not None for blow in told["blows"])
 
 
@@ -42,9 +44,10 @@ def test_two_minutes_of_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> 
 
 
 def judged(requests: list[Request], updates: list[dict[str, Any]] = [], lives: list[Life] = []) -> dict[str, Any]:  # noqa: B006
-    """What is told of a run with these, in which engine 1 was hit from 10 to 20 s, and the controller from 30 to 31 s."""
+    """What is told of a run with these: engine 1 was hit from 10 to 20 s, the controller from 30 to 31 s; scaled from 40 to 60 s."""
     soak = Soak.__new__(Soak)
     soak.blows = [Blow("kill_engine_core", 10.0, frozenset({1}), until=20.0), Blow("kill_controller", 30.0, service=True, until=31.0)]
+    soak.blows.append(Blow("scale", 40.0, frozenset({2}), updates=False, until=60.0))
     soak.load = SimpleNamespace(account=Account(requests))  # type: ignore[assignment]
     soak.watch = SimpleNamespace(lives=dict(enumerate(lives)), faults=[])  # type: ignore[assignment]
     soak.faults, soak.segments = [], 0
@@ -81,7 +84,10 @@ def test_an_update_may_fail_while_something_was_done_to_somebody() -> None:
     told = judged([], [{"began": 1.0, "ended": 2.0, "version": 2, "seconds": {}}, {**fails, "began": 11.0, "ended": 12.0}])
     assert told["faults"] == [] and (told["updates"]["committed"], told["updates"]["failed"]) == (1, 1)
     assert told["updates"]["errors"][0]["behind"] == "kill_engine_core" and told["updates"]["errors"][0]["seconds"] == 1.0
+    assert told["actions"] == {name: {"done": 1, "recovered": 1} for name in ("kill_controller", "kill_engine_core", "scale")}
     assert judged([], [{**fails, "began": 25.0, "ended": 26.0}])["updates"]["unexplained"] == 1
+    scaled = judged([asked(None, 41, 42, "retryable")], [{**fails, "began": 41.0, "ended": 42.0}])
+    assert (scaled["updates"]["unexplained"], scaled["requests"]["unexplained"]) == (1, 1), "nothing fails of scaling"
 
 
 def test_memory_that_grows_with_updates_is_a_fault_and_the_first_updates_are_not_looked_at() -> None:

@@ -18,6 +18,7 @@ import pytest
 from tests.fleets import wait_until
 from tests.peers import Peer
 from tests.survivors import ENGINES, UPDATE, Survivors, commit_thrice, go, say_no, slow_down, weights, writes
+from tests.test_again import kill, require_sent_again, sync
 from weightsync.errors import WeightSyncError
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -122,6 +123,14 @@ def require_named(victim: str, number: signal.Signals, moment: str, error: Weigh
         assert "no commit came" in text, text
     else:
         assert "controller" in text or "service" in text or "/v1/updates" in text or "store" in text or "no update" in text, text
+
+
+def test_one_that_is_killed_half_way_costs_the_others_no_call_where_they_do(fleet: Survivors) -> None:
+    assert "error" not in fleet.update()
+    require_sent_again(fleet, sync(fleet, kill(fleet, 2)), 2)
+    fleet.replace("engine 2")
+    wait_until(lambda: sum(e.state != "dead" for e in fleet.status().engines) == ENGINES, 10, "all engines")
+    assert "error" not in fleet.update() and fleet.held(2)[:2] == ("serving", fleet.version)
 
 
 # --- a commit whose answer comes too late -------------------------------------------------------

@@ -234,6 +234,8 @@ def _push(args: argparse.Namespace) -> int:
             scope=args.scope,
             base_version=args.base_version,
         )
+    for lost in report.sent_again:
+        print(f"engine {lost.engine} was lost after {lost.seconds:.2f} s ({lost.error['code']}): sent again to the others")
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
     print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
     return 0

@@ -88,6 +88,7 @@ class UpdateRequest:
         scope: patterns of checkpoint names that the update is about; everything when empty. The rest stays as it is.
         base_version: the version that an update with a scope builds on; the fleet's committed one when None.
         place: where the trainer's tensors lie; None if it can't hand memory to anybody.
+        without: engines that a sending of the same version has lost; this one goes on without them, or is refused.
         socket, secret: the abstract unix socket where workers on its host reach it, and what they must know.
     """
 
@@ -106,6 +107,7 @@ class UpdateRequest:
     rewind: bool = False
     scope: tuple[str, ...] = ()
     base_version: int | None = None
+    without: tuple[int, ...] = ()
     place: Place | None = None
     socket: str = ""
     secret: str = field(default="", repr=False)
@@ -124,6 +126,8 @@ class UpdateRequest:
             raise ValueError(f"timeout_seconds {self.timeout_seconds}: want above 0, at most 86400")
         if self.transport not in ("gloo", "nccl"):
             raise ValueError(f"transport {self.transport!r}: want 'gloo' or 'nccl'")
+        if any(not 0 <= ordinal <= MAX_VERSION for ordinal in self.without):
+            raise ValueError(f"without {self.without[:20]}: want ordinals of engines")
         for key in ("allow_nonfinite", "rewind"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} {getattr(self, key)!r}: want true or false")

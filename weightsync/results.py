@@ -6,8 +6,26 @@ Not covered: errors (`weightsync.errors`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from weightsync.protocol import EngineStatus, EngineVerdict
+
+
+@dataclass(frozen=True)
+class SentAgain:
+    """An engine was lost while an update was sent, and the same call sent the bytes again to those that were left.
+
+    Attributes:
+        update_id: of the update that was lost with it, which nobody has written.
+        engine: ordinal of the engine that was lost.
+        error: what that update ended with, `WeightSyncError.to_dict()`.
+        seconds: that it cost.
+    """
+
+    update_id: str
+    engine: int
+    error: dict[str, Any]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -16,10 +34,11 @@ class SyncReport:
 
     Attributes:
         version: the version the fleet serves now.
-        nbytes, tensors: what was sent.
+        nbytes, tensors: what was sent, by the last sending.
         seconds: wall time by phase; `total` is the whole call.
         pause_seconds: the longest time any engine generated nothing.
         verdicts: one per engine of the fleet; those that took no part say why.
+        sent_again: what was sent before and lost with an engine; empty when all went well at once.
     """
 
     update_id: str
@@ -29,6 +48,7 @@ class SyncReport:
     seconds: dict[str, float]
     pause_seconds: float
     verdicts: tuple[EngineVerdict, ...]
+    sent_again: tuple[SentAgain, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import time
 
 from weightsync.errors import Aborted, UpdateFailed, WeightSyncError
 from weightsync.protocol import Admission, UpdateStatus
-from weightsync.results import SyncReport
+from weightsync.results import SentAgain, SyncReport
 
 _TICK_SECONDS = 0.5
 
@@ -20,10 +20,11 @@ class Published:
 
     Attributes:
         admission: what the service answered.
+        sent_again: sendings of the same call that were lost before.
     """
 
-    def __init__(self, admission: Admission, began: float, deadline: float) -> None:
-        self.admission = admission
+    def __init__(self, admission: Admission, began: float, deadline: float, sent_again: tuple[SentAgain, ...] = ()) -> None:
+        self.admission, self.sent_again = admission, sent_again
         self._began, self._deadline = began, deadline  # `time.monotonic()` values
         self._dtypes: dict[str, str] = {}
         self._go = threading.Event()  # tensors may be read
@@ -83,6 +84,7 @@ class Published:
             seconds={**status.seconds, **self._seconds, "total": time.monotonic() - self._began},
             pause_seconds=max((v.pause_seconds for v in status.verdicts), default=0.0),
             verdicts=status.verdicts,
+            sent_again=self.sent_again,
         )
 
 

@@ -59,7 +59,7 @@ class Rollouts:
         Raises:
             NoEngineReady: none serves, or the one asked for does not, or no engine bears the pin.
             EngineUpdating: all that serve are being updated, and time is over.
-            EngineDied: the engine asked for went away during the request.
+            EngineDied: the engine asked for went away during the request; or a second one did, where any would do.
             GenerationFailed: an engine answered with an error of its own.
         """
         tried, updating = set[int](), _Updating(time.monotonic() + timeout_seconds)
@@ -85,11 +85,12 @@ class Rollouts:
                     raise kind(exc.message, engine=chosen.engine, hint=exc.hint) from None
                 continue
             except WeightSyncError as exc:
-                if type(exc) is WeightSyncError:  # vLLM's own form of error
-                    # Its 5xx is how a dying engine looks; a prompt that kills engines must not be passed around, so once only.
-                    if " answered 5" in exc.message and engine is None and len(tried) == 1:
-                        self.forget()
-                        continue
+                vllms = type(exc) is WeightSyncError  # its own form of error, of which a 5xx may be a dying engine's
+                # A prompt that kills engines must not be passed around, so once only.
+                if (isinstance(exc, EngineDied) or (vllms and " answered 5" in exc.message)) and engine is None and len(tried) == 1:
+                    self.forget()
+                    continue
+                if vllms:
                     raise GenerationFailed(exc.message, engine=chosen.engine, hint="Check the prompt and the sampling parameters") from None
                 raise
             else:

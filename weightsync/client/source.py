@@ -74,7 +74,7 @@ class Lazy:
 
     Attributes:
         dtype, shape, device, collective: see `SourceSpec`.
-        read: makes it; called once, in another thread than the one that offered it.
+        read: makes it; called once whenever it is sent, in another thread than the one that offered it.
     """
 
     dtype: torch.dtype

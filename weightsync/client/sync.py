@@ -26,17 +26,18 @@ from typing import Any
 
 import torch
 
+from weightsync.client.again import Again
 from weightsync.client.follower import Follower
 from weightsync.client.joined import Joined
 from weightsync.client.published import Published, failure
 from weightsync.client.ranks import Kind, Ranks
+from weightsync.client.request import request_for
 from weightsync.client.sender import Progress, Sender
 from weightsync.client.source import Offer, Source, offer, require_same_dtypes
 from weightsync.client.view import CONTROL_SECONDS, WORD_SECONDS, View
 from weightsync.codec import decode, encode
 from weightsync.errors import (
     Aborted,
-    ConfigError,
     DeadlineExceeded,
     InternalError,
     Refused,
@@ -45,10 +46,9 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import Admission, UpdateRequest, UpdateState, UpdateStatus
-from weightsync.results import SyncReport
+from weightsync.results import SentAgain, SyncReport
 from weightsync.transport import network
-from weightsync.transport.local import place_of
-from weightsync.transport.packing import BucketPlan, plan_buckets
+from weightsync.transport.packing import BucketPlan
 
 _WATCH_SECONDS, _WITHDRAW_SECONDS = 0.5, 5.0
 
@@ -90,6 +90,7 @@ class WeightSync(View):
         self._trainer_id = uuid.uuid4().hex
         self._joined = Joined(timeout_seconds, interface)
         self._published: Published | None = None
+        self._tried: Published | None = None  # by the call under way
         self._sending: threading.Thread | None = None
         self._dtypes: dict[str, str] = {}  # as committed last
         self._device = None if device is None else torch.device(device)
@@ -129,6 +130,10 @@ class WeightSync(View):
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
+        Where an engine is lost while the bytes are sent and the fleet's `sync.require` can be met without it, they are sent again to those
+        that are left: the same version, another update, three times in all at most and within the same deadline. `sent_again` of
+        the report says so. `progress` then begins anew, and tensors are read once more: from an iterator they can't be.
+
         Args:
             source: a module, a mapping, or (name, tensor) pairs, in which a `Lazy` may stand for a tensor and shards are
                 gathered; or a `TensorSource`. Names, shapes and dtypes as in the checkpoint that the engines
@@ -148,17 +153,17 @@ class WeightSync(View):
                 message names them.
             DeadlineExceeded, ServiceUnreachable, AuthError: as they say.
         """
-        published = self.publish(
-            source,
-            version,
-            timeout_seconds=timeout_seconds,
-            progress=progress,
-            allow_nonfinite=allow_nonfinite,
-            rewind=rewind,
-            scope=scope,
-            base_version=base_version,
-        )
-        return self.commit(published)
+        began = time.monotonic()
+        deadline = began + (self._timeout if timeout_seconds is None else timeout_seconds)
+        options: dict[str, Any] = {"allow_nonfinite": allow_nonfinite, "rewind": rewind, "base_version": base_version}
+        again = Again(source, version, deadline, self._http, self._ranks)
+        while True:
+            self._tried = None
+            try:
+                sending = options | {"version": again.version, "sent": again.sent}
+                return self.commit(self._bring(source, scope, progress, began, deadline, **sending))
+            except WeightSyncError as exc:
+                again.after(exc, self._tried)
 
     def publish(
         self,
@@ -176,7 +181,8 @@ class WeightSync(View):
 
         Returns at once; where ranks gather, when every tensor has been read, for their gathers go through the trainer's own
         process groups, in which nothing else may run meanwhile. (Engines that stage nothing read only
-        while `commit` runs, so that the gathers do, too.)
+        while `commit` runs, so that the gathers do, too.) An engine that is lost meanwhile ends the update for all: nothing is sent
+        again here, since the parameters may have changed. Publish anew.
 
         Raises:
             Refused, ServiceUnreachable, AuthError, DeadlineExceeded: nothing was changed.
@@ -184,14 +190,18 @@ class WeightSync(View):
         """
         began = time.monotonic()
         deadline = began + (self._timeout if timeout_seconds is None else timeout_seconds)
+        options: dict[str, Any] = {"version": version, "allow_nonfinite": allow_nonfinite, "rewind": rewind, "base_version": base_version}
+        return self._bring(source, scope, progress, began, deadline, **options)
 
+    def _bring(
+        self, source: Source, scope: Sequence[str] | None, progress: Progress | None, began: float, deadline: float, **options: Any
+    ) -> Published:
         def make() -> Offer:
             self._require_idle()
             members = None if self._ranks is None else self._ranks.members
             return offer(source, self._device, members, self._bucket_bytes, scope)
 
-        options: dict[str, Any] = {"version": version, "allow_nonfinite": allow_nonfinite}
-        options |= {"rewind": rewind, "scope": tuple(scope or ()), "base_version": base_version}
+        options["scope"] = tuple(scope or ())
         if self._ranks is None:
             return self._publish(make(), progress, began, deadline, **options)
         offered, deadline = self._ranks.agree("publish", make, lambda made: made.fingerprint, deadline)
@@ -202,7 +212,7 @@ class WeightSync(View):
             return self._publish(offered, progress, began, deadline, **options)
 
     def commit(self, published: Published | None = None) -> SyncReport:
-        """Apply the published update everywhere and report. Arguments, errors: see `sync_weights`.
+        """Apply the published update everywhere and report. Arguments, errors: see `sync_weights`; nothing is sent again.
 
         Args:
             published: from `publish`; the last one when None.
@@ -260,21 +270,29 @@ class WeightSync(View):
         return published
 
     def _admit(
-        self, offered: Offer, began: float, deadline: float, version: int | None, allow_nonfinite: bool | None, **about: Any
+        self,
+        offered: Offer,
+        began: float,
+        deadline: float,
+        version: int | None,
+        allow_nonfinite: bool | None,
+        sent: tuple[SentAgain, ...] = (),
+        **about: Any,
     ) -> tuple[Published, BucketPlan]:
         if self._published is not None and not self._published._done.is_set():
             raise Refused(f"update {self._published.update_id} of this trainer is still being sent", hint="Call commit() first")
         require_same_dtypes(offered.manifest, self._dtypes)
         allow = self._allow_nonfinite if allow_nonfinite is None else allow_nonfinite
-        request, plan = self._request(offered, version, deadline - time.monotonic(), allow, **about)
+        without = tuple(sorted({lost.engine for lost in sent}))
+        request, plan = self._request(offered, version, deadline - time.monotonic(), allow, without=without, **about)
         seconds = min(4 * CONTROL_SECONDS, request.timeout_seconds + WORD_SECONDS)
         try:
             admission = decode(Admission, self._http.post("/v1/updates", encode(request), seconds))
         except (DeadlineExceeded, ServiceUnreachable, ValueError, KeyboardInterrupt):
             self._withdraw(request.update_id, "the trainer got no answer", _WITHDRAW_SECONDS)  # it may be under way all the same
             raise
-        self._published = published = Published(admission, began, deadline)
-        published._seconds["admit"] = time.monotonic() - began
+        self._published = self._tried = published = Published(admission, began, deadline, sent)
+        published._seconds["admit"] = time.monotonic() - began - sum(lost.seconds for lost in sent)
         published._dtypes = {spec.name: spec.dtype for spec in offered.manifest.tensors}
         return published, plan
 
@@ -295,33 +313,10 @@ class WeightSync(View):
         return self._report(published, decode(UpdateStatus, data))
 
     def _request(
-        self, offered: Offer, version: int | None, timeout: float, allow_nonfinite: bool = False, **about: Any
+        self, offered: Offer, version: int | None, seconds: float, allow_nonfinite: bool = False, **about: Any
     ) -> tuple[UpdateRequest, BucketPlan]:
-        version = self._next_version() if version is None else version
-        listener = self._joined.listener()
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
-        try:
-            plan = plan_buckets(offered.manifest, self._bucket_bytes)
-            request = UpdateRequest(
-                update_id=uuid.uuid4().hex,
-                trainer_id=self._trainer_id,
-                version=version,
-                manifest=offered.manifest,
-                bucket_bytes=plan.bucket_bytes,
-                plan_hash=plan.hash,
-                timeout_seconds=timeout,
-                transport=offered.transport,
-                torch_version=torch.__version__,
-                nccl_version=nccl,
-                allow_nonfinite=allow_nonfinite,
-                **about,
-                place=place_of(offered.device),
-                socket=listener.name if listener else "",
-                secret=listener.secret if listener else "",
-            )
-        except ValueError as exc:
-            raise ConfigError(str(exc), hint="See WeightSync's arguments") from None
-        return request, plan
+        about |= {"version": self._next_version() if version is None else version, "allow_nonfinite": allow_nonfinite}
+        return request_for(offered, self._bucket_bytes, seconds, self._joined.listener(), trainer_id=self._trainer_id, **about)
 
     def _send(self, published: Published, offered: Offer, sender: Sender) -> None:
         """Body of the sending thread."""
@@ -373,6 +368,7 @@ class WeightSync(View):
             if isinstance(published._error, (TransportFailed, Aborted)):
                 ended = self._ended(published.update_id, wait=WORD_SECONDS)
             if ended is None or (isinstance(ended, TransportFailed) and published._error.engine is not None):
+                published._error.update_id = published._error.update_id or published.update_id
                 raise published._error
             raise ended from published._error
 

@@ -49,6 +49,8 @@ from weightsync.transport import network
 logger = logging.getLogger(__name__)
 
 _LINGER_SECONDS = 2.0
+#: Reason of an engine whose vLLM has died.
+CORE_DIED = "engine_core_died"
 
 
 class EngineActor(Handing, Holding, Resting):
@@ -113,7 +115,7 @@ class EngineActor(Handing, Holding, Resting):
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
         inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: self._version)
-        self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes)
+        self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes, self._died)
         sock = placement.listen(self._settings, self._ordinal)
         self._server = uvicorn.Server(http_settings(self._gate, grace_seconds=1))
         application.state.server = self._server  # vLLM's own error handler asks for it
@@ -130,9 +132,18 @@ class EngineActor(Handing, Holding, Resting):
         return token.get_secret_value()
 
     def _refusal(self) -> str | None:
+        if self._died() is not None:
+            return CORE_DIED
         if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:
             return None
         return self._reason or str(self._state)
+
+    def _died(self) -> EngineDied | None:
+        """What a request is told that was inside when vLLM died."""
+        if self._engine is None or self._engine.alive:
+            return None
+        hint = "Ask another engine, once: it may have been this request. This one restarts by itself"
+        return EngineDied(f"vLLM of engine {self._ordinal} died while it had this request", engine=self._ordinal, hint=hint)
 
     async def _settled_version(self) -> int | None:
         """The version that a request which begins now is computed with; waits while one is being applied."""
@@ -164,7 +175,7 @@ class EngineActor(Handing, Holding, Resting):
 
     def _describe(self) -> dict[str, Any]:
         if self._engine is not None and not self._engine.alive:
-            self._state, self._reason = EngineState.DEAD, "engine_core_died"
+            self._state, self._reason = EngineState.DEAD, CORE_DIED
         elif self._starting is not None and self._starting.done() and self._starting.exception() is not None:
             self._state, self._reason = EngineState.DEAD, "start_failed"
         status = EngineStatus(

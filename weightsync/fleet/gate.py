@@ -6,7 +6,8 @@ with the fleet's token, and only while the engine holds a committed version.
 While an update is applied requests pass and wait inside vLLM (under
 `sync.caches = salt` in `salt`), or are held back or refused here (`draining`). When an engine goes out of service vLLM ends those that
 it knows; one that stands in its tokenisation would reach a paused engine behind that and
-wait for the next update. So whatever has not ended shortly after is ended here.
+wait for the next update. So whatever has not ended shortly after is ended here. Where vLLM itself has died its own
+answers say so in no form that tells a client to come again; ours take their place.
 
 Not covered: rate limits; a client that leaves while its request is held back (vLLM is told when it passes).
 """
@@ -57,13 +58,21 @@ class Gate:
         token: the only bearer token that passes.
         refusal: None while the engine may serve, else why not.
         max_request_bytes: largest body.
+        died: what to say when vLLM is dead; None while it lives.
 
     Attributes:
         inside: requests that have passed and have not been answered.
     """
 
-    def __init__(self, app: Any, token: str, refusal: Callable[[], str | None], max_request_bytes: int) -> None:
-        self._app, self._token, self._refusal, self._limit = app, token.encode(), refusal, max_request_bytes
+    def __init__(
+        self,
+        app: Any,
+        token: str,
+        refusal: Callable[[], str | None],
+        max_request_bytes: int,
+        died: Callable[[], WeightSyncError | None] = lambda: None,
+    ) -> None:
+        self._app, self._token, self._refusal, self._limit, self._died = app, token.encode(), refusal, max_request_bytes, died
         self.inside = Inside()
         self._refuses_new = False
         self._open = asyncio.Event()  # unset while new requests are held back
@@ -108,7 +117,7 @@ class Gate:
         return error
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(receive, send)
+        request = Request(receive, send, self._died)
         with self.inside.holding(request):
             answered = await request.run(self._app, scope)
         if not answered:

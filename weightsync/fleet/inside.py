@@ -1,7 +1,8 @@
 """Requests that have passed an engine's gate and whose answers are not out: counted, waited for, or ended.
 
 A request is ended by telling vLLM's application that its client has left, as vLLM then ends it in the core too; the
-client gets the error instead, by its status where no answer has begun, as the last event of a stream that has.
+client gets the error instead, by its status where no answer has begun, as the last event of a stream that has. So does
+one whose vLLM has died: what vLLM says of that is an error of its own, which tells nobody to come again.
 
 Not covered: an answer that is no stream and has begun: it is whole, and goes out.
 """
@@ -23,6 +24,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 #: How long the application has to end a request whose client has left; then its task is cancelled.
 _LEAVE_SECONDS = 1.0
+#: How the event begins with which vLLM ends a stream that failed.
+_STREAMED_ERROR = b'data: {"error"'
 
 
 class Request:
@@ -30,14 +33,15 @@ class Request:
 
     Args:
         receive, send: of its client.
+        died: what to say when vLLM is dead; None while it lives.
 
     Attributes:
         began, complete: the answer's head is out; all of it is.
         error: what it was ended with.
     """
 
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._from_client, self._to_client = receive, send
+    def __init__(self, receive: Receive, send: Send, died: Callable[[], WeightSyncError | None] = lambda: None) -> None:
+        self._from_client, self._to_client, self._died = receive, send, died
         self._left = asyncio.get_running_loop().create_future()  # done when the application is to take the client for gone
         self._task: asyncio.Task[None] | None = None
         self._streams = False
@@ -87,6 +91,8 @@ class Request:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        if self.error is None and self._fails(message):
+            self.error = self._died()
         if self.error is not None:
             return  # what it would tell a client that has left
         if message["type"] == "http.response.start":
@@ -95,6 +101,12 @@ class Request:
             self._streams = any(kind.startswith(b"text/event-stream") for kind in kinds)
         await self._to_client(message)
         self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    def _fails(self, message: Message) -> bool:
+        """Whether this is vLLM's word that something failed inside."""
+        if message["type"] == "http.response.start":
+            return int(message["status"]) >= 500
+        return self._streams and message.get("body", b"").startswith(_STREAMED_ERROR)
 
     async def _tell(self, error: WeightSyncError) -> None:
         if self.complete:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
-from weightsync.fleet.left_out import WHOLE, absent, other_base
+from weightsync.fleet.left_out import WHOLE, absent, lost, other_base
 from weightsync.fleet.record import Update as Update
 from weightsync.fleet.waves import require_room
 from weightsync.protocol import (
@@ -34,6 +34,8 @@ from weightsync.protocol import (
 
 #: Reason of an engine that serves nothing since its commit was answered too late.
 LATE = "late_commit"
+#: What is said of one that an update was lost with, while it gives no reason itself.
+LOST = "lost"
 
 
 class Ledger:
@@ -218,7 +220,8 @@ class Ledger:
         if request.scope:
             self._build_on_base(update)
         known = {*update.engines, *(verdict.engine for verdict in update.left_out)}
-        update.left_out += tuple(absent(engine) for o, engine in sorted(self.engines.items()) if o not in known and not engine.pinned)
+        others = [engine for o, engine in sorted(self.engines.items()) if o not in known and not engine.pinned]
+        update.left_out += tuple(lost(engine) if engine.engine in request.without else absent(engine) for engine in others)
         require_room(update.engines, self.states, self._min_available, self.require)
         self._updates[request.update_id] = update
         return update
@@ -229,8 +232,8 @@ class Ledger:
         Raises:
             EngineDied, NoEngineReady: as in `admit`.
         """
-        # An engine without workers is on its way up, and not there yet.
-        gone = [e for e in self._following if e.state == EngineState.DEAD or not e.workers]
+        # An engine without workers is on its way up, and not there yet. One that was lost in a broadcast may answer all the same.
+        gone = [e for e in self._following if e.state == EngineState.DEAD or not e.workers or e.engine in request.without]
         asleep = [e for e in self._following if e.state == EngineState.ASLEEP and e not in gone]
         able = tuple(sorted({e.engine for e in self._following} - {e.engine for e in (*gone, *asleep)}))
         # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
@@ -242,7 +245,7 @@ class Ledger:
         short = f"{self.require} must commit and {len(able)} can. Nothing was changed"
         if len(able) < self.require and gone:
             raise EngineDied(
-                f"{len(gone)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason})' for e in gone)}; {short}",
+                f"{len(gone)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason or LOST})' for e in gone)}; {short}",
                 hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
                 engine=gone[0].engine,
                 update_id=request.update_id,

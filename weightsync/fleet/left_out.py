@@ -30,3 +30,13 @@ def absent(engine: EngineStatus) -> EngineVerdict:
         engine=engine.engine,
     )
     return EngineVerdict(engine.engine, False, engine.version, engine.state, error=error.to_dict())
+
+
+def lost(engine: EngineStatus) -> EngineVerdict:
+    """Of an engine without which an update is sent again."""
+    error = EngineDied(
+        f"engine {engine.engine} was lost while these weights were sent, and took no part when they were sent again; it is {engine.state}",
+        hint="It gets the version from an engine that keeps it, or the next one",
+        engine=engine.engine,
+    )
+    return EngineVerdict(engine.engine, False, engine.version, engine.state, error=error.to_dict())
