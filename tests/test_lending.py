@@ -422,7 +422,7 @@ def send_until_aborted(state: dict[str, Any], info: CommunicatorInfo, tensors: T
 
 def test_an_update_that_is_aborted_half_way_leaves_nothing_and_the_next_one_arrives(stage: Callable[..., Stage]) -> None:
     two = stage(2)
-    before = [peer.call(held_for_good) for peer in (two.trainer, *two.workers)]
+    before = [peer.call(held_for_good, seconds=60) for peer in (two.trainer, *two.workers)]
     for seed in range(5):
         two.renew()
         for rank, worker in enumerate(two.workers):
@@ -436,7 +436,7 @@ def test_an_update_that_is_aborted_half_way_leaves_nothing_and_the_next_one_arri
         two.update(some(3, seed))
     for peer in (two.trainer, *two.workers):
         peer.call(leave)
-    assert [peer.call(held_for_good) for peer in (two.trainer, *two.workers)] == before
+    assert [peer.call(held_for_good, seconds=60) for peer in (two.trainer, *two.workers)] == before
 
 
 def held_for_good(state: dict[str, Any]) -> tuple[int, int]:
