@@ -270,14 +270,15 @@ class Kernel:
 
     def __init__(self, wrong: int = 0) -> None:
         self.wrong = wrong
-        self.formats: list[tuple[int, int]] = []
+        self.formats: list[tuple[int, int, int]] = []
 
-    def add(self, data: torch.Tensor, first: int, block: int, out: torch.Tensor, bits: int, sign: int) -> None:
+    def add(self, runs: list[tuple[torch.Tensor, int, int]], block: int, out: torch.Tensor, bits: int, sign: int) -> None:
         assert block == BLOCK
-        self.formats.append((bits, sign))
-        digest._by_operations(digest._dots, 1, data.cpu(), first, out, None)
-        out[0] += self.wrong
-        out[2] = 0x7F80
+        self.formats.append((bits, sign, len(runs)))
+        for data, first, row in runs:
+            digest._by_operations(digest._dots, 1, [(data.cpu(), first, row, None)], out)
+            out[row, 0] += self.wrong
+            out[row, 2] = 0x7F80
 
 
 def provide(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,13 +308,17 @@ def test_a_kernel_gets_what_each_peak_looks_for_and_tells_it_what_it_found(monke
     kernel, want = Kernel(), digest_bytes(LONG[:24])
     provide(kernel, monkeypatch)
     monkeypatch.setattr(digest, "_adder", lambda device: digest._by_kernel)
-    peaks = [Peak("bfloat16"), None, Peak("float32"), Peak("float8_e8m0fnu"), Peak("bfloat16")]
-    batch = digest.Batch(5, torch.device("cpu"))
-    for peak, count in zip(peaks, (24, 24, 24, 24, 0), strict=True):
+    peaks = [Peak("bfloat16"), None, Peak("float32"), Peak("float8_e8m0fnu"), Peak("bfloat16"), Peak("bfloat16")]
+    batch = digest.Batch(6, torch.device("cpu"))
+    monkeypatch.setattr(batch, "start", lambda: None)  # as on a device, where nothing is begun before all is noted
+    for peak, count in zip(peaks, (24, 24, 24, 24, 0, 24), strict=True):
         batch.add(LONG[:count], 0, peak)
-    assert batch.results() == [want] * 4 + [digest.ZERO]
-    assert kernel.formats == [(16, 1), (0, 0), (32, 1), (8, 0)]
-    assert [peak and peak.refused for peak in peaks] == [True, None, False, True, False]
+    monkeypatch.undo()
+    provide(kernel, monkeypatch)
+    monkeypatch.setattr(digest, "_adder", lambda device: digest._by_kernel)
+    assert batch.results() == [want] * 4 + [digest.ZERO, want]
+    assert kernel.formats == [(16, 1, 2), (0, 0, 1), (32, 1, 1), (8, 0, 1)], "one launch for each format"
+    assert [peak and peak.refused for peak in peaks] == [True, None, False, True, False, True]
 
 
 # --- bad input, and the forms it travels in ----------------------------------------------------
@@ -358,6 +363,6 @@ def test_the_written_form_has_32_digits() -> None:
 
 def test_every_kind_of_number_is_prepared_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(digest, "_adder", lambda device: lambda data, first, sums, peak: seen.append(peak.bits if peak else 0))
+    monkeypatch.setattr(digest, "_adder", lambda device: lambda runs, sums: seen.extend(peak.bits if peak else 0 for *_, peak in runs))
     digest.prepare(torch.device("cpu"), ["bfloat16", "float32", "int8", "bfloat16"])
     assert seen == [16, 32, 0]

@@ -100,6 +100,7 @@ def test_every_lane_and_place_is_looked_at(dtype: str, value: float) -> None:
     for at, peak in zip(places, peaks, strict=True):
         tensor[at] = value
         batch.add(digest.as_bytes(tensor), 0, peak)
+        batch.start()
         tensor[at] = -2.0
     batch.results()
     assert all(peak.refused for peak in peaks)
@@ -121,7 +122,7 @@ def test_a_tensor_of_more_bytes_than_32_bits_count() -> None:
     assert [peak.refused for peak in peaks] == [False, True]
 
 
-def test_one_run_is_one_kernel_and_a_batch_waits_once() -> None:
+def test_a_batch_is_one_kernel_for_each_format_and_waits_once() -> None:
     tensors = [torch.ones(count, dtype=torch.bfloat16, device=CUDA) for count in (5, 3000, 4 * BLOCK + 1, 40 * BLOCK)]
     peaks = [finite.Peak("bfloat16") for _ in tensors]
     digest.digest_tensor(tensors[0], finite.Peak("bfloat16"))  # compiled
@@ -133,11 +134,25 @@ def test_one_run_is_one_kernel_and_a_batch_waits_once() -> None:
         assert not any(peak.refused for peak in peaks)
         torch.cuda.synchronize()
     ran = kernels(events)
-    assert sum("_digest_kernel" in name for name in ran) == len(tensors), ran
-    copies = [name for name in ran if "Memcpy" in name]
-    assert len(copies) == 1, ran
-    assert len(ran) == len(tensors) + 2, ran  # and the zeros that it begins with
+    assert sum("_digest_kernel" in name for name in ran) == 1, ran
+    assert sum("Memcpy HtoD" in name for name in ran) == 1, ran  # the table
+    assert sum("Memcpy DtoH" in name for name in ran) == 1, ran
+    assert len(ran) == 4, ran  # and the zeros that it begins with
     assert results == [digest.digest_tensor(tensor.cpu()) for tensor in tensors]
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_runs_of_any_length_place_and_address_may_be_in_one_batch(count: int) -> None:
+    rng = random.Random(count)
+    runs = []
+    for number in range(count):
+        length, shift = rng.choice([*LENGTHS[:-1], rng.randrange(1, 100_000)]), rng.choice([0, 0, 0, 1, 4, 8])
+        runs.append((random_bytes(length + shift, seed=number)[shift:], rng.choice(OFFSETS)))
+    batch = digest.Batch(count, CUDA)
+    held = [(data.to(CUDA), offset) for data, offset in runs]
+    for data, offset in held:
+        batch.add(data, offset, finite.Peak("bfloat16") if offset else None)
+    assert batch.results() == [digest.digest_bytes(data, offset) for data, offset in runs]
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -189,6 +189,7 @@ class Sender:
             del source  # before the next is read
         if together:
             copy_together()
+        batch.start()
         return batch, pieces
 
     def _bytes(self, index: int) -> torch.Tensor:

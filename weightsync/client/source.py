@@ -107,6 +107,7 @@ class Offer:
         self.most_gathered = 0
         self._run_of = {index: run for run, indices in enumerate(self.runs) for index in indices}
         self._gathered: dict[int, torch.Tensor] = {}
+        self._held: Callable[[int], torch.Tensor | None] = source.held if isinstance(source, (_Pairs, _Part)) else lambda index: None
 
     @property
     def transport(self) -> str:
@@ -124,6 +125,8 @@ class Offer:
             TransportFailed: a rank that has a part in it is gone.
             UpdateFailed: the source raised, or gave something else than a tensor of that kind.
         """
+        if (held := self._held(index)) is not None and held.device == self.device:
+            return held
         run = self._run_of.get(index)
         if run is None:
             return self._whole(index, self._from_source([index])[0])
@@ -247,6 +250,7 @@ class _Pairs:
 
     def __init__(self, pairs: Iterable[tuple[str, Any]], members: Collection[int] | None) -> None:
         self._values: list[torch.Tensor | Lazy] = []
+        self._whole: list[torch.Tensor | None] = []
         self._specs: list[SourceSpec] = []
         for name, value in pairs:
             if isinstance(value, Lazy) and isinstance(name, str):
@@ -261,10 +265,15 @@ class _Pairs:
                 collective = sharded.is_sharded(value) and value.device_mesh.size() > 1
                 spec = SourceSpec(name, value.dtype, tuple(value.shape), sharded.device_of(value), collective)
             self._values.append(value)
+            self._whole.append(None if isinstance(value, Lazy) or sharded.is_sharded(value) else value)
             self._specs.append(spec)
 
     def specs(self) -> Sequence[SourceSpec]:
         return self._specs
+
+    def held(self, index: int) -> torch.Tensor | None:
+        """A tensor that is there, whole and dense, and need not be made: reading it costs next to nothing, and there may be many."""
+        return self._whole[index]
 
     def read(self, indices: Sequence[int]) -> Sequence[torch.Tensor]:
         tensors = [value.read() if isinstance(value, Lazy) else value for value in map(self._values.__getitem__, indices)]
@@ -297,6 +306,10 @@ class _Part:
 
     def specs(self) -> Sequence[SourceSpec]:
         return self._specs
+
+    def held(self, index: int) -> torch.Tensor | None:
+        """See `_Pairs.held`."""
+        return self._source.held(self._chosen[index]) if isinstance(self._source, _Pairs) else None
 
     def read(self, indices: Sequence[int]) -> Sequence[torch.Tensor]:
         return self._source.read([self._chosen[index] for index in indices])

@@ -44,7 +44,8 @@ ZERO: Digest = (0, 0)
 class Batch:
     """Digests of several runs of bytes on one device, with one wait for all of them.
 
-    On a CUDA device `add` only starts work, on the current stream: the bytes have to stay as they are until `results`.
+    On a CUDA device `add` only notes what is to be done, and `start` asks the device for all of it at once, on the current stream:
+    the bytes have to stay as they are until `results`.
 
     Args:
         count: how many runs will be added, at most.
@@ -54,6 +55,7 @@ class Batch:
     def __init__(self, count: int, device: torch.device) -> None:
         self._sums = torch.zeros((count, 3), dtype=torch.int64, device=device)  # two, and the largest magnitude's bits
         self._peaks: list[Peak | None] = []
+        self._noted: list[_Run] = []
 
     def add(self, data: torch.Tensor, offset: int = 0, peak: Peak | None = None) -> None:
         """Add a run of bytes that begins `offset` bytes into its tensor.
@@ -73,11 +75,20 @@ class Batch:
         if offset % 8:
             raise ValueError(f"offset {offset} splits an 8-byte word")
         if data.numel():
-            _adder(data.device)(data, offset // 8, self._sums[len(self._peaks)], peak)
+            self._noted.append((data, offset // 8, len(self._peaks), peak))
         self._peaks.append(peak)
+        if data.device.type == "cpu":  # while the bytes may be in its cache
+            self.start()
+
+    def start(self) -> None:
+        """Begin with what was added so far; waits for nothing."""
+        noted, self._noted = self._noted, []
+        if noted:
+            _adder(self._sums.device)(noted, self._sums)
 
     def results(self) -> list[Digest]:
         """The digests in the order of `add`; every peak knows its answer then. Waits for the device, once."""
+        self.start()
         rows = self._sums[: len(self._peaks)].tolist()
         for (_, _, top), peak in zip(rows, self._peaks, strict=True):
             if peak is not None:
@@ -114,9 +125,12 @@ def add(left: Digest, right: Digest) -> Digest:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as bytes, shape [nbytes]; a view when the tensor is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # a single element counts as contiguous with any stride
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat = (tensor.detach() if tensor.requires_grad else tensor).contiguous().view(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # a single element counts as contiguous with any stride
+    return flat.view(torch.uint8)
 
 
 def pack(digests: list[Digest]) -> torch.Tensor:
@@ -134,8 +148,10 @@ def to_hex(digest: Digest) -> str:
     return f"{digest[0]:016x}{digest[1]:016x}"
 
 
-#: Adds a run of bytes, whose first word has this number, to `sums`, shape [3].
-_Adder = Callable[[torch.Tensor, int, torch.Tensor, Peak | None], None]
+#: Bytes, the number of their first word, which row of sums is theirs, and who looks at them.
+_Run = tuple[torch.Tensor, int, int, Peak | None]
+#: Adds runs to their rows of sums, shape [rows, 3].
+_Adder = Callable[[list[_Run], torch.Tensor], None]
 #: Adds mixed words, shape [blocks, n], to `sums`; `table` has their coefficients, shape [2, n], and `block` is the first one's number.
 _Terms = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 
@@ -156,29 +172,34 @@ def _adder(device: torch.device) -> _Adder:
 
 
 def _prove_kernel(device: torch.device) -> None:
-    sample, sums = torch.arange(77, dtype=torch.uint8, device="cpu"), torch.zeros(3, dtype=torch.int64, device=device)
-    _by_kernel(sample.to(device), 5, sums, Peak("bfloat16"))
-    if unpack(sums[None, :2]) != [digest_bytes(sample, 40)]:
+    sample, sums = torch.arange(77, dtype=torch.uint8, device="cpu"), torch.zeros((2, 3), dtype=torch.int64, device=device)
+    _by_kernel([(sample.to(device), 5, 1, Peak("bfloat16"))], sums)
+    if unpack(sums[1:, :2]) != [digest_bytes(sample, 40)]:
         raise ArithmeticError("its sums are not those of a CPU")
 
 
-def _by_kernel(data: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
+def _by_kernel(runs: list[_Run], sums: torch.Tensor) -> None:
     from weightsync.transport import fused  # needs Triton
 
-    fused.add(data, first, BLOCK, sums, *((0, 0) if peak is None else (peak.bits, peak.sign_bits)))
+    formats: dict[tuple[int, int], list[fused.Run]] = {}
+    for data, first, row, peak in runs:
+        formats.setdefault((0, 0) if peak is None else (peak.bits, peak.sign_bits), []).append((data, first, row))
+    for (bits, sign), alike in formats.items():
+        fused.add(alike, BLOCK, sums, bits, sign)
 
 
-def _by_operations(terms: _Terms, most: int, data: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:
-    whole = data.numel() // 8 * 8
-    if whole:
-        body = data[:whole]
-        # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
-        words = body.view(torch.int64) if body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0 else body.clone().view(torch.int64)
-        _add_words(terms, most, words, first, sums, peak)
-    if whole < data.numel():
-        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        tail[: data.numel() - whole] = data[whole:]
-        _add_words(terms, most, tail.view(torch.int64), first + whole // 8, sums, peak)
+def _by_operations(terms: _Terms, most: int, runs: list[_Run], sums: torch.Tensor) -> None:
+    for data, first, row, peak in runs:
+        whole = data.numel() // 8 * 8
+        if whole:
+            body = data[:whole]
+            # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
+            aligned = body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0
+            _add_words(terms, most, (body if aligned else body.clone()).view(torch.int64), first, sums[row], peak)
+        if whole < data.numel():
+            tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+            tail[: data.numel() - whole] = data[whole:]
+            _add_words(terms, most, tail.view(torch.int64), first + whole // 8, sums[row], peak)
 
 
 def _add_words(terms: _Terms, most: int, words: torch.Tensor, first: int, sums: torch.Tensor, peak: Peak | None) -> None:

@@ -1,4 +1,4 @@
-"""The digest and the largest magnitude of a run of bytes on a CUDA device: one kernel, one read.
+"""Digests and largest magnitudes of many runs of bytes on a CUDA device: one kernel, one read.
 
 The sums are those of `digest`, bit for bit, reordered so that a word costs two multiplications:
 
@@ -7,19 +7,21 @@ The sums are those of `digest`, bit for bit, reordered so that a word costs two 
 Words stand in rows of a block's length; a program takes some neighbouring columns `c` through
 several rows `b` and multiplies by `t` once, at its end. Both coefficients are computed in registers,
 as a table would be twice as many bytes to read as the words themselves. Integer sums and maxima
-are the same in any order, so programs add theirs up atomically.
+are the same in any order, so programs add theirs up atomically. A table, copied to the device, says which
+run each program works on and where that lies: a bucket of a hundred tensors takes one launch, not a hundred.
 
 For the maximum an element's bits are shifted to the top of a word, its sign out of it: what is left
 below are neighbours, which decide only between equals and are shifted out at the end.
 
 Imported on CUDA hosts only, for it needs Triton; `digest` is who calls it.
 
-Not covered: many small tensors in one launch.
+Not covered: runs of several element formats in one launch; each format takes one.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -30,6 +32,12 @@ _COLUMNS = 1024
 _WARPS = 4
 #: Programs per multiprocessor, as far as there are rows: several rounds, so that none stands idle for long at the end.
 _PROGRAMS = 24
+#: Numbers of a run in the table.
+_FIELDS = 10
+
+#: Bytes (shape [n], uint8, contiguous, n at least 1, at any address), the number of their first word within their tensor, and which row
+#: of sums is theirs.
+Run = tuple[torch.Tensor, int, int]
 
 
 @triton.jit
@@ -63,33 +71,30 @@ def _larger(top: tl.tensor, words: tl.tensor, BITS: tl.constexpr, SIGN: tl.const
     return top
 
 
-# Lengths and places differ from tensor to tensor: with a variant for every kind of number, updates would wait for the compiler.
-@triton.jit(
-    do_not_specialize=["column", "block", "rows", "stop", "group", "groups", "step"],
-    do_not_specialize_on_alignment=["data", "out"],
-)
+@triton.jit(do_not_specialize_on_alignment=["table", "runs", "out"])
 def _digest_kernel(
-    data: tl.tensor,
+    table: tl.tensor,
+    runs: tl.tensor,
     out: tl.tensor,
-    column: tl.tensor,
-    block: tl.tensor,
-    rows: tl.tensor,
-    stop: tl.tensor,
-    group: tl.tensor,
-    groups: tl.tensor,
-    step: tl.tensor,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FIELDS: tl.constexpr,
     BITS: tl.constexpr,
     SIGN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """Add one run to `out`: two sums and a maximum.
+    """Add runs to their rows of `out`: two sums and a maximum each.
 
-    Its first word is word `column` of row 0, which is block `block`; it ends `stop` bytes into the last row. Program
-    `p` takes the columns of group `group + p % groups` in every `step`-th row from `p // groups` on.
+    A run's first word is word `column` of row 0, which is block `block`; it ends `stop` bytes into the last row. Its
+    `p`-th program takes the columns of group `group + p % groups` in every `step`-th row from `p // groups` on.
     """
-    program = tl.program_id(0)
+    run = table + tl.load(runs + tl.program_id(0)) * FIELDS
+    program = tl.program_id(0) - tl.load(run + 1).to(tl.int32)
+    sums = out + tl.load(run + 2) * 3
+    column, block = tl.load(run + 3).to(tl.int32), tl.load(run + 4)
+    rows, stop = tl.load(run + 5).to(tl.int32), tl.load(run + 6).to(tl.int32)
+    group, groups, step = tl.load(run + 7).to(tl.int32), tl.load(run + 8).to(tl.int32), tl.load(run + 9).to(tl.int32)
+    data = tl.load(run).to(tl.pointer_type(tl.uint8))
     start = (group + program % groups) * COLUMNS
     places = start + tl.arange(0, COLUMNS)
     low = tl.zeros([COLUMNS], dtype=tl.uint64)
@@ -109,39 +114,64 @@ def _digest_kernel(
         low += words * _splitmix64(number + block + (1 << 40))
         high += words * _splitmix64(number + block + (1 << 40) + (1 << 36))
     at = places.to(tl.int64)
-    tl.atomic_add(out, tl.sum((low * _splitmix64(at)).to(tl.int64, bitcast=True)), sem="relaxed")
-    tl.atomic_add(out + 1, tl.sum((high * _splitmix64(at + (1 << 32))).to(tl.int64, bitcast=True)), sem="relaxed")
+    tl.atomic_add(sums, tl.sum((low * _splitmix64(at)).to(tl.int64, bitcast=True)), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum((high * _splitmix64(at + (1 << 32))).to(tl.int64, bitcast=True)), sem="relaxed")
     if BITS:
         most = tl.max(top) >> ((64 if BITS == 64 else 32) - BITS + SIGN)
-        tl.atomic_max(out + 2, most.to(tl.int64), sem="relaxed")
+        tl.atomic_max(sums + 2, most.to(tl.int64), sem="relaxed")
 
 
-def add(data: torch.Tensor, first: int, block: int, out: torch.Tensor, bits: int, sign: int) -> None:
-    """Start the kernel over a run of bytes; waits for nothing.
+def add(runs: Sequence[Run], block: int, out: torch.Tensor, bits: int, sign: int) -> None:
+    """Start the kernel over runs of bytes; waits for nothing.
 
     Args:
-        data: shape [n], dtype uint8, contiguous, n at least 1; at any address.
-        first: number of its first word within its tensor.
+        runs: at least one, all on the device of `out`; their bytes stay as they are until the kernel has run.
         block: words in a block.
-        out: shape [3], dtype int64, on the same device. The sums are added to the first two; the third is raised to
+        out: shape [rows, 3], dtype int64. A run's sums are added to the first two of its row; the third is raised to
             the largest magnitude's bits.
         bits: of an element; 0 when nobody asks for the maximum.
         sign: of these the upper ones that are no magnitude.
     """
+    by_alignment: dict[int, list[list[int]]] = {}
+    for data, first, row in runs:
+        aligned, entry = _entry(int(data.data_ptr()), int(data.numel()), first, row, block)
+        by_alignment.setdefault(aligned, []).append(entry)
+    with torch.cuda.device_of(out):  # Triton launches on the current one
+        for aligned, entries in by_alignment.items():
+            table, programs = _table(entries, _PROGRAMS * _multiprocessors(out.device))
+            count = len(programs)
+            numbers = torch.cat([programs, table.view(-1)]).to(out.device, non_blocking=True)
+            _digest_kernel[(count,)](
+                numbers[count:], numbers, out,
+                BLOCK=block, COLUMNS=_COLUMNS, FIELDS=_FIELDS, BITS=bits, SIGN=sign, ALIGNED=aligned, num_warps=_WARPS,
+            )  # fmt: skip
+
+
+def _entry(address: int, nbytes: int, first: int, row: int, block: int) -> tuple[int, list[int]]:
+    """A run's alignment, and its line of the table but for its programs: how many rows they share out between them."""
     number, column = divmod(first, block)
-    end = column * 8 + data.numel()  # bytes, from the first row's start
+    end = column * 8 + nbytes  # from the first row's start
     rows = -(-end // (block * 8))
     stop = end - (rows - 1) * block * 8
     group = column // _COLUMNS if rows == 1 else 0
     groups = -(-(stop if rows == 1 else block * 8) // (_COLUMNS * 8)) - group
-    depth = -(-rows * groups // (_PROGRAMS * _multiprocessors(data.device)))
-    step = -(-rows // depth)
-    aligned = next(size for size in (16, 8, 1) if (data.data_ptr() - column * 8) % size == 0)
-    with torch.cuda.device_of(data):  # Triton launches on the current one
-        _digest_kernel[(groups * step,)](
-            data, out, column, number, rows, stop, group, groups, step,
-            BLOCK=block, COLUMNS=_COLUMNS, BITS=bits, SIGN=sign, ALIGNED=aligned, num_warps=_WARPS,
-        )  # fmt: skip
+    aligned = next(size for size in (16, 8, 1) if (address - column * 8) % size == 0)
+    return aligned, [address, 0, row, column, number, rows, stop, group, groups, 0]
+
+
+def _table(entries: list[list[int]], programs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Share about so many programs out among runs.
+
+    Returns:
+        The table, shape [runs, `_FIELDS`], and which run each program works on, shape [programs]; int64, on the host.
+    """
+    table = torch.tensor(entries, dtype=torch.int64)
+    rows, groups = table[:, 5], table[:, 8]
+    depth = -(-int((rows * groups).sum()) // programs)
+    table[:, 9] = -(-rows // depth)
+    of_each = groups * table[:, 9]
+    table[:, 1] = of_each.cumsum(0) - of_each
+    return table, torch.arange(len(entries)).repeat_interleave(of_each)
 
 
 @functools.cache
