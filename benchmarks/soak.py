@@ -25,6 +25,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -49,6 +50,8 @@ ENGINES = 2
 #: What a process may grow by with every update, by what is fitted.
 GOALS = {"mb_per_update": 0.1, "files_per_update": 0.02, "threads_per_update": 0.02}
 _RECOVERY_SECONDS = 180.0
+#: For a trainer to end: an update's deadline, and some more.
+_TRAINER_SECONDS = 90.0
 #: A status may be some updates old when a blow falls.
 _FURTHER = 3
 _QUIET_SECONDS = (2.0, 6.0)
@@ -117,8 +120,19 @@ class Soak:
         self._train()
 
     def end_trainer(self) -> None:
-        if (code := self._trainers[-1].close()) != 0:
+        if (code := self._ended_trainer()) != 0:
             self.faults.append(f"a trainer that was told to end did so with {code}; see its log")
+
+    def _ended_trainer(self) -> int | str:
+        """Let the trainer end its update; its exit status. One that does not end says to its log where it stands, and is killed."""
+        trainer = self._trainers[-1]
+        try:
+            return trainer.close(_TRAINER_SECONDS)
+        except subprocess.TimeoutExpired:
+            trainer.process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            trainer.kill()
+            return f"a kill after {_TRAINER_SECONDS:.0f} s"
 
     def start_trainer(self) -> None:
         self._train()
@@ -138,7 +152,9 @@ class Soak:
     def run(self, seconds: float) -> None:
         """Rounds of actions with calm before each, until the time is up or SIGTERM comes."""
         signal.signal(signal.SIGTERM, lambda *_: self._over.set())
-        threading.Timer(seconds, self._over.set).start()
+        timer = threading.Timer(seconds, self._over.set)
+        timer.daemon = True
+        timer.start()
         order = list(ACTIONS)
         while not self._over.wait(seconds * _SHARE_OF_CALM):
             for action in order:
@@ -185,7 +201,7 @@ class Soak:
         """Stop asking, then training; engines must hold what the fleet holds, and answer alike."""
         self.load.close()
         self.segments = self.before.segments()
-        if (code := self._trainers[-1].close()) != 0:
+        if (code := self._ended_trainer()) != 0:
             self.faults.append(f"the trainer ended with {code}; see its log")
         self.watch.close()
         with self.fleet.client() as sync:

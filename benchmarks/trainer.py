@@ -13,7 +13,9 @@ Not covered: training.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import signal
 import sys
 import threading
 import time
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument("checkpoints", type=Path, nargs=2)
     parser.add_argument("--every", type=float, default=0.0, help="seconds from the begin of an update to the next one's")
     given = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1)  # where its threads stand, for one that does not end
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     even, odd = (load_file(folder / "model.safetensors") for folder in given.checkpoints)

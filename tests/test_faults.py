@@ -99,16 +99,6 @@ def _state(fleet: Fleet, update_id: str) -> str:
     return str(fleet.get(f"/v1/updates/{update_id}").json()["state"])
 
 
-def test_an_engine_runs_with_the_niceness_of_the_service(one: Fleet) -> None:
-    """Ray gives its workers 15: on a busy machine an engine got what others left."""
-    nice = psutil.Process(one.process.pid).nice()
-    assert {_process_of(one, title).nice() for title in ("ray::EngineActor", "VLLM::EngineCore", "VLLM::Worker")} == {nice}
-
-
-def _process_of(fleet: Fleet, title: str) -> Any:
-    return psutil.Process(_process(fleet, title))
-
-
 @pytest.mark.slow
 def test_a_head_equal_to_its_embedding_may_come_with_it_and_another_one_is_refused(sync: WeightSync, tensors: Any, cold: Any) -> None:
     a, b = tensors(KIND, 1), tensors(KIND, 2)

@@ -163,7 +163,7 @@ def test_it_takes_no_memory_that_grows_with_the_tensor(shift: int) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     digest.digest_bytes(data, 0, finite.Peak("bfloat16"))
-    assert torch.cuda.max_memory_allocated() - before <= 4096
+    assert torch.cuda.max_memory_allocated() - before <= 64 << 10  # its sums, and the table of its programs
 
 
 def test_it_runs_on_the_stream_that_is_current() -> None:

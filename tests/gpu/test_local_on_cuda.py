@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import local_link, transport
 from tests.fleets import Fleet, answers, wait_until
 from tests.gpu.test_main_job_on_cuda import COLD_SPREAD, EXTRA, KIND, cold_on_cuda
 from tests.test_lending import landed
@@ -138,34 +136,6 @@ def test_a_segment_is_on_this_gpu_and_goes_when_nobody_holds_it() -> None:
     del view
     assert before - torch.cuda.mem_get_info()[0] < 32 << 20
     assert place_of(device).device == str(torch.cuda.get_device_properties(0).uuid)
-
-
-@pytest.mark.parametrize("fresh", [False, True], ids=["kept", "fresh"])
-def test_a_bucket_takes_about_as_long_as_a_copy(fresh: bool) -> None:
-    for megabytes in (64, 512, 2048, 16384):
-        found = local_link.measure("cuda:0", megabytes << 20, 12, fresh)
-        link, ground, end, copy = (sorted(found[what][2:])[5] for what in ("link", "ground", "end", "copy"))
-        steps = f"{link * 1e3:.3f} ms, of which {ground * 1e3:.3f} to map and {end * 1e3:.3f} to end"
-        print(f"{megabytes} MiB: {steps}; {copy * 1e3:.3f} ms a copy, {copy / link:.0%}")
-        assert copy / (link - ground - end) > 0.5, "a copy into mapped memory is a copy"
-
-
-def test_an_update_is_staged_at_a_good_part_of_the_rate_of_a_copy() -> None:
-    given = Namespace(
-        transport="local",
-        shape="qwen3-8b",
-        gigabytes=8.0,
-        bucket_mb=[256, 1024],
-        repeats=3,
-        warm_up=2,
-        threads=0,
-        one_gpu=False,
-        fresh=False,
-    )
-    rows, _ = transport.measure(given)
-    transport.shares(rows)
-    print(transport.table(rows))
-    assert max(row["of_bare"] for row in rows if row["way"] == "staged") > 0.5
 
 
 # --- real engines --------------------------------------------------------------------------------

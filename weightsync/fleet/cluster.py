@@ -353,9 +353,9 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _ray_environment() -> dict[str, str]:
-    # Ray's handler of failure signals takes SIGTERM from ours and aborts, its record of calls grows, its niceness (15) starves engines.
+    # Ray's handler of failure signals takes SIGTERM from ours and aborts, and its record of calls grows.
     ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-    return {**ours, "RAY_task_events_report_interval_ms": "0", "RAY_worker_niceness": "0"}
+    return {**ours, "RAY_task_events_report_interval_ms": "0"}
 
 
 def _free_port() -> int:
