@@ -18,6 +18,7 @@ import pytest
 
 from tests.fleets import Fleet, answers, wait_until
 from weightsync import WeightSync
+from weightsync.client.published import Published
 from weightsync.errors import WeightSyncError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -29,6 +30,13 @@ LONG, ENDLESS = 1200, 2000
 
 def start(checkpoint: Any, home: Path, *flags: str) -> Fleet:
     return Fleet(checkpoint(KIND, 1), home, 2, ["--sync.min_available=1", "--engine.max_model_len=2048", *flags]).ready()
+
+
+def staged(fleet: Fleet, sync: WeightSync, weights: Any) -> Published:
+    """An update that all engines have and nobody has committed: what requests are to outlast is the rest."""
+    published = sync.publish(weights)
+    wait_until(lambda: fleet.get(f"/v1/updates/{published.update_id}").json()["state"] == "staged", 60, "the engines to have it")
+    return published
 
 
 class Stream:
@@ -102,9 +110,10 @@ def test_requests_end_before_their_engine_is_written_and_the_other_one_serves(
     fleet = start(checkpoint, tmp_path, "--sync.in_flight=wait", "--sync.new_requests=refuse")
     with fleet.client() as sync, fleet.client() as asking:
         old = sync.sync_weights(tensors(KIND, 1)).version  # nobody serves yet, and nobody is missed
+        published = staged(fleet, sync, tensors(KIND, 2))
         streams = [Stream(fleet, engine.url, pool) for engine in sync.engines()]
         with Rollouts(asking) as rollouts:
-            report = sync.sync_weights(tensors(KIND, 2))
+            report = sync.commit(published)
             for stream in streams:
                 stream.end()
         for stream in streams:
@@ -127,8 +136,7 @@ def test_requests_are_ended_for_an_update_and_come_again(
     with fleet.client() as sync, fleet.client() as asking, client:
         sync.sync_weights(tensors(KIND, 1))
         engines = sync.engines()
-        published = sync.publish(tensors(KIND, 2))
-        wait_until(lambda: fleet.get(f"/v1/updates/{published.update_id}").json()["state"] == "staged", 60, "the engines to have it")
+        published = staged(fleet, sync, tensors(KIND, 2))
         stream = Stream(fleet, engines[0].url, pool, ENDLESS)
         plain = [pool.submit(client.post, f"{engine.url}/inference/v1/generate", json=body(ENDLESS)) for engine in engines]
         time.sleep(0.5)  # each engine runs one, and has no place for another
