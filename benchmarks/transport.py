@@ -30,7 +30,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,8 +301,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Measure, write the file, print the table; the exit status says whether the goal was reached with one of the bucket sizes."""
+def options(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What `measure` takes, from a command line; this process's own when None."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--transport", choices=sorted(GOALS), default="gloo")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
@@ -313,7 +313,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="torch's threads in each process; 0 leaves them")
     parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--fresh", action="store_true", help="local: a worker's memory is made anew for each update")
-    given = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> int:
+    """Measure, write the file, print the table; the exit status says whether the goal was reached with one of the bucket sizes."""
+    given = options()
     before = os.getloadavg()[0]
     rows, facts = measure(given)
     shares(rows)

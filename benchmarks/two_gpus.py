@@ -357,10 +357,8 @@ def main() -> int:
         formats: dict[str, Any] = {name: started(fleets[name], stocks[name]) for name in given.formats}
         # When engines have started and nobody asks them, they leave the GPUs and the cores alone.
         gigabytes = sum(tensor.nbytes for tensor in versions[0].values()) / 1e9
-        asked = argparse.Namespace(
-            transport="nccl", shape="qwen3-8b", gigabytes=gigabytes, bucket_mb=[256, given.bucket_mb], repeats=5, warm_up=2, threads=0,
-            one_gpu=False,
-        )  # fmt: skip
+        size = ["--shape=qwen3-8b", f"--gigabytes={gigabytes}", f"--bucket-mb=256,{given.bucket_mb}"]
+        asked = transport.options(["--transport=nccl", "--repeats=5", *size])
         rows, facts = transport.measure(asked)
         transport.shares(rows)
         print(transport.table(rows), flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -38,9 +37,8 @@ def test_a_share_is_of_the_bare_row_of_the_same_bucket() -> None:
 
 @pytest.mark.parametrize("over", ["gloo", "local"])
 def test_all_ways_are_measured_in_one_run(over: str) -> None:
-    given = Namespace(
-        transport=over, shape="qwen3-0.6b", gigabytes=0.01, bucket_mb=[1, 4], repeats=1, warm_up=0, threads=1, one_gpu=False, fresh=False
-    )
+    small = ["--gigabytes=0.01", "--bucket-mb=1,4", "--repeats=1", "--warm-up=0", "--threads=1"]
+    given = transport.options([f"--transport={over}", *small])
     rows, facts = transport.measure(given)
     assert [(one["bucket_mb"], one["way"]) for one in rows] == [(mb, way) for mb in (1, 4) for way in WAYS]
     assert all(one["gigabytes_per_second"]["median"] > 0 for one in rows)
