@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.protocol import DTYPE_BYTES, Manifest, TensorSpec
-from weightsync.transport.packing import ALIGN, BucketPlan, plan_buckets
+from weightsync.transport.packing import ALIGN, BucketPlan, bucket_bytes_for, plan_buckets
 
 MIXED = Manifest(
     (
@@ -161,3 +161,18 @@ def test_the_hash_tells_apart_whatever_the_two_sides_could_disagree_on() -> None
     ]
     hashes = [plan_buckets(Manifest(tensors), bucket).hash for tensors, bucket in variants]
     assert len(set(hashes)) == len(hashes)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "on_gpu", "want"),
+    [
+        (0, True, 64 << 20),
+        (1 << 30, True, 64 << 20),
+        (4 << 30, True, 256 << 20),
+        (16 << 30, True, 1 << 30),
+        (1 << 40, True, 1 << 30),
+        (1 << 40, False, 64 << 20),
+    ],
+)
+def test_where_nobody_says_how_large_a_bucket_goes_by_the_update_and_where_it_lies(nbytes: int, on_gpu: bool, want: int) -> None:
+    assert bucket_bytes_for(nbytes, on_gpu) == want

@@ -17,9 +17,7 @@ from weightsync.transport.local import Listener, place_of
 from weightsync.transport.packing import BucketPlan, plan_buckets
 
 
-def request_for(
-    offered: Offer, bucket_bytes: int, seconds: float, listener: Listener | None, **about: Any
-) -> tuple[UpdateRequest, BucketPlan]:
+def request_for(offered: Offer, seconds: float, listener: Listener | None, **about: Any) -> tuple[UpdateRequest, BucketPlan]:
     """A new update, and the plan of its buckets.
 
     Args:
@@ -32,7 +30,7 @@ def request_for(
     """
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if offered.transport == "nccl" else ""
     try:
-        plan = plan_buckets(offered.manifest, bucket_bytes)
+        plan = plan_buckets(offered.manifest, offered.bucket_bytes)
         request = UpdateRequest(
             update_id=uuid.uuid4().hex,
             manifest=offered.manifest,

@@ -26,6 +26,7 @@ import torch
 from weightsync.client import sharded
 from weightsync.errors import ConfigError, ManifestRefused, TransportFailed, UpdateFailed, WeightSyncError
 from weightsync.protocol import DTYPE_BYTES, Manifest, TensorSpec
+from weightsync.transport.packing import bucket_bytes_for
 
 _PAIRS_HINT = "Pass a module, a mapping, or pairs as model.named_parameters() gives them"
 CPU = torch.device("cpu")
@@ -97,10 +98,11 @@ class Offer:
         runs: indices that all ranks read together, run after run.
         go: called before each run, where other ranks wait to take part; raises when the update has ended.
         most_gathered: bytes of the largest run, as it was read.
+        bucket_bytes: unit of broadcast.
     """
 
     def __init__(self, source: TensorSource, specs: Sequence[SourceSpec], manifest: Manifest, device: torch.device, bucket: int) -> None:
-        self.manifest, self.device = manifest, device
+        self.manifest, self.device, self.bucket_bytes = manifest, device, bucket
         self._source = source
         self.runs = _runs(specs, manifest, bucket // 2)
         self.go: Callable[[int], None] = lambda run: None
@@ -184,7 +186,7 @@ def offer(
     source: Source,
     device: torch.device | None = None,
     members: Collection[int] | None = None,
-    bucket_bytes: int = 64 << 20,
+    bucket_bytes: int | None = None,
     scope: Sequence[str] | None = None,
 ) -> Offer:
     """Take stock of a source; nothing is gathered or moved yet.
@@ -192,7 +194,7 @@ def offer(
     Args:
         device: where tensors travel from; where they are when None.
         members: the trainer's ranks that will take part; None when this process is alone.
-        bucket_bytes: the most that gathering takes at once, where no tensor is larger.
+        bucket_bytes: unit of broadcast, and the most that gathering takes at once, where no tensor is larger; by size and device when None.
         scope: patterns of names; only tensors that match one are offered.
 
     Raises:
@@ -217,12 +219,14 @@ def offer(
         manifest = Manifest(tuple(_travelling(spec) for spec in specs))
     except ValueError as exc:
         raise ManifestRefused(str(exc), hint="Give each tensor once, under one name") from None
-    made = Offer(taken, specs, manifest, device or _common_device(specs), bucket_bytes)
+    on = device or _common_device(specs)
+    bucket = bucket_bytes_for(manifest.nbytes, on.type == "cuda") if bucket_bytes is None else bucket_bytes
+    made = Offer(taken, specs, manifest, on, bucket)
     if torch.cuda.is_initialized():
         # Tensors are read in another thread: there behind what this one has asked for on the offer's device; on others all is done now.
         busy = {spec.device for spec in specs if spec.device.type == "cuda"} | {torch.device("cuda", torch.cuda.current_device())}
-        for on in busy - {made.device}:
-            _settle(on)
+        for other in busy - {made.device}:
+            _settle(other)
     return made
 
 

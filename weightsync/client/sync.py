@@ -59,7 +59,7 @@ class WeightSync(View):
     Args:
         url: the service, for example `http://127.0.0.1:8517`.
         token: its bearer token.
-        bucket_bytes: unit of broadcast, bytes.
+        bucket_bytes: unit of broadcast; a trainer has memory for two. None: 64 MiB, and on a GPU a 16th of the update up to 1 GiB.
         timeout_seconds: default deadline of one update.
         interface: network interface for gloo; when empty the one that leads to the service's store.
         allow_nonfinite: send NaN and infinity, and what becomes infinity in the engine's dtype; else such an
@@ -76,7 +76,7 @@ class WeightSync(View):
         url: str,
         token: str,
         *,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int | None = None,
         timeout_seconds: float = 300.0,
         interface: str = "",
         allow_nonfinite: bool = False,
@@ -316,7 +316,7 @@ class WeightSync(View):
         self, offered: Offer, version: int | None, seconds: float, allow_nonfinite: bool = False, **about: Any
     ) -> tuple[UpdateRequest, BucketPlan]:
         about |= {"version": self._next_version() if version is None else version, "allow_nonfinite": allow_nonfinite}
-        return request_for(offered, self._bucket_bytes, seconds, self._joined.listener(), trainer_id=self._trainer_id, **about)
+        return request_for(offered, seconds, self._joined.listener(), trainer_id=self._trainer_id, **about)
 
     def _send(self, published: Published, offered: Offer, sender: Sender) -> None:
         """Body of the sending thread."""
