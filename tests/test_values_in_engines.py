@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fleets import Fleet, answers
+from tests.fleets import Fleet, answers, wait_until
 from weightsync import WeightSync
 from weightsync.errors import BadValues, ConfigError
 from weightsync.protocol import EngineState
@@ -41,7 +41,8 @@ def with_value(tensors: dict[str, torch.Tensor], name: str, value: float) -> dic
 def test_bad_values_reach_the_trainer_by_name_and_the_engine_serves_what_it_had(half: Fleet, sync: WeightSync, tensors: Any) -> None:
     good = tensors(KIND, 1)
     sync.sync_weights(good)
-    before, engines = answers(sync, 0), sync.engines()
+    before = answers(sync, 0)
+    engines = wait_until(lambda: (told := sync.engines())[0].retained and told, what="what it keeps")  # told a moment later
     cases = {
         float("nan"): "1 NaN of",
         float("-inf"): "1 infinite of",
