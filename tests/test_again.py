@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from weightsync.client.again import SENDINGS
 from weightsync.client.source import Lazy
 from weightsync.codec import decode
 from weightsync.errors import EngineDied, TransportFailed, WeightSyncError
-from weightsync.protocol import UpdateStatus
+from weightsync.protocol import EngineState, EngineVerdict, UpdateState, UpdateStatus
 from weightsync.results import SyncReport
 from weightsync.transport import beside
 
@@ -255,6 +256,24 @@ def test_a_worker_that_breaks_off_is_lost_also_where_its_engine_is_well() -> Non
     assert [(sent.engine, sent.update_id) for sent in report.sent_again] == [(1, first.request.update_id)]
     assert (first.request.without, second.request.without) == ((), (1,))
     assert (first.state, second.state, report.update_id) == ("aborted", "committed", second.request.update_id)
+
+
+@pytest.mark.parametrize(
+    "more", [{"state": UpdateState.APPLYING}, {"verdicts": (EngineVerdict(0, False, None, EngineState.QUARANTINED),)}], ids=str
+)
+def test_what_the_service_does_not_say_is_unwritten_is_not_sent_again(more: dict[str, Any]) -> None:
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as client:
+
+        def strike() -> None:
+            update = service.latest()
+            stock, asked = update.status, list[int]()
+            update.end(EngineDied("engine 1 died", engine=1))
+            # The first answer, that it has ended, is what the trainer's call fails with.
+            update.status = lambda: asked.append(1) or (replace(stock(), **more) if len(asked) > 1 else stock())  # type: ignore[func-returns-value, method-assign]
+
+        with pytest.raises(EngineDied, match="engine 1 died"):
+            client.sync_weights(weights(1), 1, progress=half_way(strike))
+        assert len(service.updates) == 1
 
 
 def test_a_source_is_read_by_one_sending_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,17 @@ def test_what_passes_has_room_for_its_windows_too(free: dict[str, int]) -> None:
         Receiver(order, 0, CPU, CPU, lambda: pytest.fail("it has not begun"))
 
 
+def test_what_a_trainer_may_still_write_to_is_not_taken_away_under_it() -> None:
+    offered = offer({"w": torch.zeros(1 << 20, dtype=torch.uint8)})
+    plan = plan_buckets(offered.manifest, 1 << 20)
+    memory = segment.create(plan.stream_bytes, CPU)
+    trainers = segment.attach(memory.descriptor, memory.nbytes, CPU)
+    whole = staging.Whole(offered.manifest, plan, memory)
+    trainers.tensor.fill_(7)
+    whole.let_go()
+    assert trainers.tensor.eq(7).all() and whole.data.eq(7).all()
+
+
 def test_a_staged_update_gives_its_tensors_and_leaves_out_what_is_skipped() -> None:
     data = torch.zeros(PLAN.stream_bytes, dtype=torch.uint8)
     whole = staging.Whole(OFFER.manifest, PLAN, data)
