@@ -144,6 +144,14 @@ def test_what_is_kept_for_other_engines_is_packed_straight_into_its_file(tmp_pat
     run.close()
 
 
+def test_an_update_without_a_byte_is_kept_too(tmp_path: Path) -> None:
+    run = Run({"none": torch.zeros(0, 3)}, keep_in=str(tmp_path / "kept"))
+    run.receiver.start()
+    run.send()
+    run.arrived()
+    run.close()
+
+
 def test_everything_is_packed_though_the_worker_has_taken_nothing_yet_and_the_end_waits_for_it() -> None:
     trainer, (link,) = meet()
     offered = offer(some(6))
