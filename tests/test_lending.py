@@ -381,6 +381,20 @@ def test_what_somebody_in_the_trainer_still_holds_is_not_said_to_be_let_go_of() 
     link.close()
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_memory_is_kept_for_the_next_update_only_where_the_trainer_has_let_go_of_it(holds: bool) -> None:
+    run, kept, views = Run(some(3)), list[Any](), list[torch.Tensor]()
+    run.receiver._regions.keep = kept.append  # type: ignore[method-assign]
+    run.sender._progress = lambda *_: views.append(run.lent().tensor) if holds else None
+    run.receiver.start()
+    run.send()
+    run.arrived()
+    assert len(kept) == (not holds) and bool(views) == holds
+    views.clear()
+    kept.clear()
+    run.close()
+
+
 # --- who dies, hangs, or gives up ------------------------------------------------------------------
 
 
