@@ -276,6 +276,14 @@ def test_what_the_service_does_not_say_is_unwritten_is_not_sent_again(more: dict
         assert len(service.updates) == 1
 
 
+def test_an_iterator_is_sent_once() -> None:
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as client:
+        died = EngineDied("engine 1 died", engine=1)
+        with pytest.raises(EngineDied, match="engine 1 died") as caught:
+            client.sync_weights(iter(weights(1).items()), 1, progress=half_way(lambda: service.latest().end(died)))
+        assert "this source is an iterator" in caught.value.hint and len(service.updates) == 1
+
+
 def test_a_source_is_read_by_one_sending_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that was under way when an engine was lost goes on for as long as it takes."""
     monkeypatch.setattr(beside, "_LEAVE_SECONDS", 0.1)
