@@ -6,12 +6,17 @@ A quick one is in `test_survivors.py`. Not covered: vLLM and Ray (`test_two_host
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import test_ranks as ranks
@@ -21,10 +26,12 @@ from tests.service import Service
 from tests.survivors import BUCKET, ENGINES, TOKEN, UPDATE, Survivors, bring, go, say_no, slow_down, weights, writes
 from weightsync import WeightSync
 from weightsync.client.again import SENDINGS
+from weightsync.client.source import Lazy
 from weightsync.codec import decode
 from weightsync.errors import EngineDied, TransportFailed, WeightSyncError
-from weightsync.protocol import UpdateStatus
+from weightsync.protocol import EngineState, EngineVerdict, UpdateState, UpdateStatus
 from weightsync.results import SyncReport
+from weightsync.transport import beside
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 #: Of a call, seconds: an engine that hangs is noticed after one.
@@ -249,6 +256,71 @@ def test_a_worker_that_breaks_off_is_lost_also_where_its_engine_is_well() -> Non
     assert [(sent.engine, sent.update_id) for sent in report.sent_again] == [(1, first.request.update_id)]
     assert (first.request.without, second.request.without) == ((), (1,))
     assert (first.state, second.state, report.update_id) == ("aborted", "committed", second.request.update_id)
+
+
+@pytest.mark.parametrize(
+    "more", [{"state": UpdateState.APPLYING}, {"verdicts": (EngineVerdict(0, False, None, EngineState.QUARANTINED),)}], ids=str
+)
+def test_what_the_service_does_not_say_is_unwritten_is_not_sent_again(more: dict[str, Any]) -> None:
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as client:
+
+        def strike() -> None:
+            update = service.latest()
+            stock, asked = update.status, list[int]()
+            update.end(EngineDied("engine 1 died", engine=1))
+            # The first answer, that it has ended, is what the trainer's call fails with.
+            update.status = lambda: asked.append(1) or (replace(stock(), **more) if len(asked) > 1 else stock())  # type: ignore[func-returns-value, method-assign]
+
+        with pytest.raises(EngineDied, match="engine 1 died"):
+            client.sync_weights(weights(1), 1, progress=half_way(strike))
+        assert len(service.updates) == 1
+
+
+def test_an_iterator_is_sent_once() -> None:
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as client:
+        died = EngineDied("engine 1 died", engine=1)
+        with pytest.raises(EngineDied, match="engine 1 died") as caught:
+            client.sync_weights(iter(weights(1).items()), 1, progress=half_way(lambda: service.latest().end(died)))
+        assert "this source is an iterator" in caught.value.hint and len(service.updates) == 1
+
+
+def test_a_source_is_read_by_one_sending_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that was under way when an engine was lost goes on for as long as it takes."""
+    monkeypatch.setattr(beside, "_LEAVE_SECONDS", 0.1)
+    reading, together, ended = threading.Lock(), list[bool](), list[float]()
+
+    def read(value: float) -> torch.Tensor:
+        together.append(not reading.acquire(blocking=False))
+        if len(together) == 4:
+            service.latest().end(EngineDied("engine 1 died", engine=1))
+            time.sleep(2)
+            ended.append(time.monotonic())
+        if not together[-1]:
+            reading.release()
+        return torch.full((BUCKET // 4,), value)
+
+    lazy = {name: Lazy(torch.float32, (BUCKET // 4,), functools.partial(read, float(at))) for at, name in enumerate(weights(1))}
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET) as client:
+        report = client.sync_weights(lazy, 1)
+    assert len(report.sent_again) == 1 and len(together) == 4 + len(lazy)
+    assert not any(together) and ended
+    assert [float(tensor[0]) for tensor in service.held[1][0].values()] == [float(at) for at in range(len(lazy))]
+
+
+def test_what_is_still_being_read_at_the_end_of_the_call_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_LEAVE_SECONDS", 0.1)
+    go_on = threading.Event()
+
+    def read() -> torch.Tensor:
+        service.latest().end(EngineDied("engine 1 died", engine=1))
+        go_on.wait(20)
+        return torch.zeros(4)
+
+    with Service(receivers=2) as service, WeightSync(service.url, "token", bucket_bytes=BUCKET, timeout_seconds=3) as client:
+        with pytest.raises(EngineDied, match="engine 1 died"):
+            client.sync_weights({"w": Lazy(torch.float32, (4,), read)}, 1)
+        assert len(service.updates) == 1
+        go_on.set()
 
 
 # --- ranks --------------------------------------------------------------------------------------

@@ -543,6 +543,13 @@ def test_a_scope_takes_its_tensors_out_of_any_source() -> None:
     assert len(offer(model, scope=None).manifest.tensors) == 4
 
 
+def test_a_scope_reads_the_tensors_that_it_names_also_where_others_are_shaped_alike() -> None:
+    alike = {f"layers.{number}.w": torch.full((3,), float(number)) for number in range(4)}
+    for source in (alike, {name: Lazy(torch.float32, (3,), lambda it=it: it) for name, it in alike.items()}):  # type: ignore[misc]
+        offered = offer(source, scope=["layers.2.*", "layers.3.*"])
+        assert [float(offered.read(index)[0]) for index in range(2)] == [2.0, 3.0]
+
+
 def test_a_scope_that_takes_nothing_or_is_no_list_is_refused() -> None:
     model = torch.nn.Linear(2, 3)
     with pytest.raises(ManifestRefused, match=r"scope: none of 2 tensors matches 'layers\.\*'") as caught:

@@ -338,6 +338,12 @@ def test_a_single_element_with_any_stride_has_its_bytes() -> None:
     assert digest.as_bytes(column).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_tensor_that_torch_negates_lazily_has_the_bytes_of_its_values(count: int) -> None:
+    negated = torch._neg_view(torch.arange(1.0, count + 1))
+    assert negated.is_neg() and digest.as_bytes(negated).view(torch.float32).tolist() == [-float(k) for k in range(1, count + 1)]
+
+
 @pytest.mark.parametrize("offset", [1, 4, 7, 12])
 def test_an_offset_that_splits_a_word_is_refused(offset: int) -> None:
     with pytest.raises(ValueError, match=f"offset {offset}"):

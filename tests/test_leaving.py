@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,34 @@ def test_whoever_is_left_says_which_engine_died(four: list[Peer], meet: Meet) ->
     assert caught.value.engine == 1
     for peer in (four[1], four[3]):
         assert "engine 1 (rank 2)" in peer.result(5.0)[0].message
+
+
+def test_an_engine_of_several_workers_that_are_all_gone_is_the_one_that_died(four: list[Peer], meet: Meet) -> None:
+    trainer, *workers = four
+    join_all(four, replace(meet(3), members={"0": 1, "7": 2}))
+    start_endless(trainer, workers, deadline_seconds=30.0)
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)  # so that none of them leaves because another has
+    for victim in workers[1:]:
+        victim.kill()
+    with pytest.raises(TransportFailed, match=r"engine 7 \(rank 2\), engine 7 \(rank 3\) died or left") as caught:
+        trainer.result(5.0)
+    assert caught.value.engine == 7
+    workers[0].signal(signal.SIGCONT)
+
+
+def test_a_communicator_that_another_thread_closes_says_that_it_is_closed(meet: Meet) -> None:
+    """It was an AttributeError, which nobody takes for the end of a broadcast."""
+    info, ends = meet(1), dict[int, Communicator]()
+    joins = [threading.Thread(target=lambda rank=rank: ends.update({rank: Communicator(info, rank, CPU, 10.0, 20.0)})) for rank in (0, 1)]  # type: ignore[misc]
+    for join in joins:
+        join.start()
+    for join in joins:
+        join.join(10)
+    threading.Timer(0.3, ends[1].close).start()
+    with pytest.raises(TransportFailed, match="the communicator is closed"):
+        ends[1].broadcast(torch.zeros(1 << 20, dtype=torch.uint8), time.monotonic() + 10)
+    ends[0].close()
 
 
 def test_workers_say_that_it_was_the_trainer_who_died(four: list[Peer], meet: Meet) -> None:

@@ -144,6 +144,14 @@ def test_what_is_kept_for_other_engines_is_packed_straight_into_its_file(tmp_pat
     run.close()
 
 
+def test_an_update_without_a_byte_is_kept_too(tmp_path: Path) -> None:
+    run = Run({"none": torch.zeros(0, 3)}, keep_in=str(tmp_path / "kept"))
+    run.receiver.start()
+    run.send()
+    run.arrived()
+    run.close()
+
+
 def test_everything_is_packed_though_the_worker_has_taken_nothing_yet_and_the_end_waits_for_it() -> None:
     trainer, (link,) = meet()
     offered = offer(some(6))
@@ -248,6 +256,53 @@ def test_the_ring_goes_when_everybody_lends_and_comes_again_for_who_does_not() -
     link.close()
 
 
+def test_who_lends_once_is_handed_the_ring_again_that_another_has_kept_in_use() -> None:
+    trainer, (lends, copies) = meet(members=((0, 0), (0, 1)))
+    plan, memory = plan_of(1024, 256), segment.create(1024, CPU)
+    taken = [torch.zeros(1024, dtype=torch.uint8) for _ in range(2)]
+    for turn, lent in enumerate((None, memory, None)):
+        for link, mine in ((lends, lent), (copies, None)):
+            link.lend(mine, plan, soon())
+        ground = trainer.ground(plan, soon())
+        targets = [taken[0] if lent is None else memory.tensor, taken[1]]
+        for number, bucket in enumerate(plan.buckets):
+            run = slice(bucket.start, bucket.start + bucket.nbytes)
+            ground.window(number, bucket).fill_(10 * turn + number)
+            raised, thread = ends(lambda at=number, one=bucket, on=ground: trainer.broadcast(on.window(at, one), soon()))  # type: ignore[misc]
+            for link, target in zip((lends, copies), targets, strict=True):
+                link.broadcast(target[run], soon())
+                assert target[run].unique().tolist() == [10 * turn + number]
+            thread.join(3)
+            assert not raised
+        ground.let_go()
+        raised, thread = ends(lambda: trainer.end(soon()))
+        assert lends.end(soon()) and copies.end(soon())
+        thread.join(3)
+        assert not raised
+    trainer.close()
+    lends.close()
+    copies.close()
+
+
+def test_what_is_mapped_while_another_thread_closes_the_links_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, (link,) = meet()
+    plan, memory, attach = plan_of(1024, 256), segment.create(1024, CPU), segment.attach
+
+    def slowly(*how: Any) -> segment.Segment:
+        made = attach(*how)
+        closing = threading.Thread(target=trainer.close)
+        closing.start()
+        closing.join(3)
+        return made
+
+    monkeypatch.setattr(segment, "attach", slowly)
+    link.lend(memory, plan, soon())
+    with pytest.raises(TransportFailed, match="the link is closed"):
+        trainer.ground(plan, soon())
+    assert not trainer._links._lent
+    link.close()
+
+
 @pytest.mark.parametrize("way", [LENT, MIXED], ids=["two", "one beside one that does not"])
 def test_workers_that_lend_keep_nothing_mapped_between_updates(stage: Callable[..., Stage], way: tuple[str, ...]) -> None:
     two = stage(2, stages=way)
@@ -324,6 +379,20 @@ def test_what_somebody_in_the_trainer_still_holds_is_not_said_to_be_let_go_of() 
     del view
     trainer.close()
     link.close()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_memory_is_kept_for_the_next_update_only_where_the_trainer_has_let_go_of_it(holds: bool) -> None:
+    run, kept, views = Run(some(3)), list[Any](), list[torch.Tensor]()
+    run.receiver._regions.keep = kept.append  # type: ignore[method-assign]
+    run.sender._progress = lambda *_: views.append(run.lent().tensor) if holds else None
+    run.receiver.start()
+    run.send()
+    run.arrived()
+    assert len(kept) == (not holds) and bool(views) == holds
+    views.clear()
+    kept.clear()
+    run.close()
 
 
 # --- who dies, hangs, or gives up ------------------------------------------------------------------

@@ -28,6 +28,7 @@ from weightsync.client.source import offer
 from weightsync.errors import Aborted, TransportFailed, WeightSyncError
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import fanout, rendezvous, wire
+from weightsync.transport.communicator import Communicator
 from weightsync.transport.link import Link
 from weightsync.transport.local import Listener
 from weightsync.transport.packing import BucketPlan, plan_buckets
@@ -463,6 +464,36 @@ def meet(generation: int = 7, members: tuple[tuple[int, int], ...] = ((0, 0),), 
     for thread in threads:
         thread.join()
     return trainer, links
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["who have it", "who hang"])
+def test_a_broadcast_to_others_is_ended_before_memory_is_let_go_of(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's memory goes when that has done all it was asked for, which it never has while NCCL waits for who died."""
+    listener, store = Listener(), rendezvous.host_store("127.0.0.1", 20.0)
+    info = CommunicatorInfo("127.0.0.1", store.port, 1, 2, {"0": 1}, "gloo", {"0": (0,)})
+    made: dict[str, Any] = {}
+    joins = [
+        threading.Thread(target=lambda: made.update(link=Link(info, (0, 0), listener.name, listener.secret, CPU, 5.0))),
+        threading.Thread(target=lambda: made.update(other=Communicator(info, 1, CPU, 5.0, 20.0))),
+    ]
+    for join in joins:
+        join.start()
+    trainer = fanout.join(info, CPU, listener, 5.0, 20.0)
+    for join in joins:
+        join.join()
+    (window,) = begin(trainer, [made["link"]], 256)
+    stands = list[bool]()
+    for name in ("_unmap", "_drop_ring"):
+        let_go = getattr(trainer._links, name)
+        monkeypatch.setattr(trainer._links, name, lambda go=let_go: stands.append(trainer._group.open) or go())
+    posted = trainer.post([window], soon())
+    made["link"].close()
+    if others:
+        made["other"].broadcast(torch.zeros(256, dtype=torch.uint8), soon())
+    with pytest.raises(TransportFailed, match="worker 0 of engine 0"):
+        trainer.settle(posted, soon())
+    assert stands and not any(stands)
+    made["other"].close()
 
 
 def soon(seconds: float = 5.0) -> float:

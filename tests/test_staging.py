@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.wires import order_of
 from weightsync.client.source import offer
 from weightsync.errors import MemoryRefused, TransportFailed
 from weightsync.transport import segment
@@ -21,6 +22,7 @@ from weightsync.transport.memory import let_go
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker import staging
 from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.receiver import Receiver
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TENSORS = {"a": torch.arange(100, dtype=torch.float32), "b": torch.ones(3, dtype=torch.uint8), "c": torch.arange(9.0).reshape(3, 3)}
@@ -78,6 +80,27 @@ def test_buckets_that_would_not_fit_where_they_land_are_refused(free: dict[str, 
     with pytest.raises(MemoryRefused, match="two buckets take 256 bytes of device memory and 150 are free"):
         staging.allocate(PLAN, "host", CUDA, CUDA)
     assert staging.allocate(PLAN, "host", CUDA, CPU).numel() == PLAN.stream_bytes, "gloo lands on the host"
+
+
+def test_what_passes_has_room_for_its_windows_too(free: dict[str, int]) -> None:
+    """On a GPU a bucket may be a GiB, where nothing is staged since there is no room."""
+    order, needed = order_of(offer({"a": torch.ones(10_000), "b": torch.ones(5)}), 4096, "none"), 40_000 + 2 * 4096
+    free["cpu"] = int(needed / 0.8) + 1
+    Receiver(order, 0, CPU, CPU, lambda: pytest.fail("it has not begun"))
+    free["cpu"] -= 2
+    with pytest.raises(MemoryRefused, match=f"the largest tensor and two buckets take {needed} bytes of host memory"):
+        Receiver(order, 0, CPU, CPU, lambda: pytest.fail("it has not begun"))
+
+
+def test_what_a_trainer_may_still_write_to_is_not_taken_away_under_it() -> None:
+    offered = offer({"w": torch.zeros(1 << 20, dtype=torch.uint8)})
+    plan = plan_buckets(offered.manifest, 1 << 20)
+    memory = segment.create(plan.stream_bytes, CPU)
+    trainers = segment.attach(memory.descriptor, memory.nbytes, CPU)
+    whole = staging.Whole(offered.manifest, plan, memory)
+    trainers.tensor.fill_(7)
+    whole.let_go()
+    assert trainers.tensor.eq(7).all() and whole.data.eq(7).all()
 
 
 def test_a_staged_update_gives_its_tensors_and_leaves_out_what_is_skipped() -> None:

@@ -104,6 +104,8 @@ class Again:
             version = self._unwritten(update_id, error, tried)
         if isinstance(self._source, Iterator):
             raise Refused("the source can be read once", hint=_ONCE)
+        if tried is not None and not tried._idle(self._deadline - _LEAST_SECONDS):
+            raise Refused("the source is still being read")  # by a thread that was left behind: two at once may be more than it takes
         return SentAgain(update_id, error.engine, error.to_dict(), time.monotonic() - self._since), version
 
     def _unwritten(self, update_id: str, error: WeightSyncError, tried: Published | None) -> int:

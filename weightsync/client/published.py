@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from weightsync.errors import Aborted, UpdateFailed, WeightSyncError
 from weightsync.protocol import Admission, UpdateStatus
 from weightsync.results import SentAgain, SyncReport
 
-_TICK_SECONDS = 0.5
+_TICK_SECONDS, _LOOK_SECONDS = 0.5, 0.02
 
 
 class Published:
@@ -34,6 +35,7 @@ class Published:
         self._cancelled = threading.Event()
         self._error: WeightSyncError | None = None
         self._seconds: dict[str, float] = {}
+        self._reads: Callable[[], bool] = lambda: False  # whether a thread may be in a read, also one that was left behind there
 
     @property
     def update_id(self) -> str:
@@ -74,6 +76,14 @@ class Published:
         self._error = self._error or error
         self._read.set()
         self._done.set()
+
+    def _idle(self, until: float) -> bool:
+        """Wait until no thread of this sending is in the source any more, or in the caller's progress; False when it still is then."""
+        while not self._done.is_set() or self._reads():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
 
     def _report(self, status: UpdateStatus) -> SyncReport:
         return SyncReport(

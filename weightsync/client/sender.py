@@ -61,6 +61,7 @@ class Sender:
         self._read = 0  # tensors so far
         self._sent = 0  # bytes that are there
         self._current: torch.Tensor | None = None  # bytes of the one that was read last
+        self._packing: Beside | None = None
         #: By step. `ground`: until there is memory to pack into. `export` and `pack`: of the packing thread, to read tensors and to copy
         #: them, or on CUDA to ask for that. `await_pack`, `broadcast`: of the other one. `settle`: until local workers have seen all.
         self.seconds = {"ground": 0.0, "export": 0.0, "pack": 0.0, "await_pack": 0.0, "broadcast": 0.0, "settle": 0.0}
@@ -98,13 +99,18 @@ class Sender:
             _clear(exc)
             raise
 
+    def reads(self) -> bool:
+        """Whether a thread may still be in a read, also one that was left behind there."""
+        return self._packing is not None and self._packing.alive
+
     def _send_buckets(
         self, outlet: Outlet, ground: Ground, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]
     ) -> None:
         buckets, device = self._plan.buckets, self._offer.device
         jobs: deque[Job[_Packed]] = deque()
         before: tuple[Bucket, Any] | None = None
-        with Beside("weightsync-pack", device, self._offered, deadline, cancelled) as packing:
+        self._packing = Beside("weightsync-pack", device, self._offered, deadline, cancelled)
+        with self._packing as packing:
             for number, bucket in enumerate(buckets):
                 # Where buffers take turns: all but the last bucket are settled, and their buffers free.
                 for ahead in range(number + len(jobs), min(max(number - 1, 0) + ground.ahead, len(buckets))):

@@ -260,6 +260,7 @@ class WeightSync(View):
                 offered.go = lambda run: self._tell(published, Kind.GATHER, run)
             if staged or not together:
                 published._go.set()
+            published._reads = sender.reads
             self._sending = threading.Thread(target=self._send, args=(published, offered, sender), name="weightsync-send", daemon=True)
             self._sending.start()
             if staged and together:

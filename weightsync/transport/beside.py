@@ -114,6 +114,11 @@ class Beside:
             job.asked.synchronize()
         return job.made
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread may still be in a job, also one that was left behind."""
+        return self._thread.is_alive()
+
     def ended(self) -> bool:
         """Whether the update was cancelled, or a job has failed; for the broadcasts meanwhile."""
         return self._error is not None or self._cancelled()

@@ -152,13 +152,15 @@ class Communicator(Outlet):
     def _leaving(self, deadline: float) -> Iterator[Any]:
         """The group; it is left on any error, which says what happened."""
         if self._group is None:
-            raise TransportFailed("the communicator is closed", hint="Sync again: a new one is made")
+            raise _closed()
         try:
             yield self._group
         except (TransportFailed, Aborted):
             self._leave()
             raise
         except RuntimeError as exc:
+            if self._group is None:  # another thread has left, which ends what is under way
+                raise _closed() from exc
             late = time.monotonic() >= deadline  # then gloo itself has closed every connection
             gone = [] if late else self._gone()
             self._leave()
@@ -197,18 +199,19 @@ class Communicator(Outlet):
     def _gone(self) -> list[int]:
         """Ranks whose connection to this one is broken, as far as the transport can tell."""
         # A receive that nobody answers costs nothing, and posting it fails on a broken connection.
-        gone = []
-        for peer in range(self.info.world_size) if self.device.type == "cpu" else ():
+        gone, group = [], self._group
+        for peer in range(self.info.world_size) if self.device.type == "cpu" and group is not None else ():
             if peer != self.rank:
                 try:
-                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
                 except RuntimeError:
                     gone.append(peer)
         return gone
 
     def _lost(self, gone: list[int]) -> TransportFailed:
         what = f"{named(self.info, gone)} died or left while bytes were on their way"
-        return TransportFailed(what, hint="Sync again", engine=engine_of(self.info, gone[0]) if len(gone) == 1 else None)
+        engines = {engine_of(self.info, rank) for rank in gone}  # several ranks may be workers of one
+        return TransportFailed(what, hint="Sync again", engine=engines.pop() if len(engines) == 1 else None)
 
     def close(self) -> None:
         """Leave; waits a moment for the group's threads to end."""
@@ -223,6 +226,10 @@ class Communicator(Outlet):
                 if peer != self.rank:
                     _interrupt(holder[0], peer)
         _dismiss(holder)
+
+
+def _closed() -> TransportFailed:
+    return TransportFailed("the communicator is closed", hint="Sync again: a new one is made")
 
 
 def _too_late(rank: int) -> TransportFailed:

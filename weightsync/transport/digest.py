@@ -127,7 +127,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as bytes, shape [nbytes]; a view when the tensor is contiguous."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat = (tensor.detach() if tensor.requires_grad else tensor).contiguous().view(-1)
+    flat = (tensor.detach() if tensor.requires_grad else tensor).resolve_neg().contiguous().view(-1)
     if flat.numel() == 1:
         flat = flat.as_strided((1,), (1,))  # a single element counts as contiguous with any stride
     return flat.view(torch.uint8)

@@ -39,6 +39,8 @@ class FanOut(Outlet):
 
     def __init__(self, info: CommunicatorInfo, device: torch.device, links: Links, group: Communicator | None) -> None:
         self.info, self._links, self._group = info, links, group
+        if group is not None:
+            links.before_letting_go = group.close
         # Digests go to local workers as messages.
         self.device = torch.device("cpu") if group is None else device
 

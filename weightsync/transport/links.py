@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Links:
         self._ring: tuple[Segment, ...] = ()
         self._knows: set[Wire] = set()  # have been handed the ring
         self._number = 0
+        #: Called before memory is let go of: a GPU's is waited for there, for as long as a broadcast out of it stands still.
+        self.before_letting_go: Callable[[], None] = lambda: None
 
     @property
     def open(self) -> bool:
@@ -153,6 +155,7 @@ class Links:
         wires, self._wires = self._wires, None
         for wire in wires or ():
             wire.close()
+        self.before_letting_go()
         self._unmap()
         self._drop_ring()
 

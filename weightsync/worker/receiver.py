@@ -143,7 +143,9 @@ class Receiver:
         if order.stage == "none":
             self._regions.drop()
             largest = max((spec.nbytes for spec in manifest.tensors), default=0)
-            staging.require_room(largest, self._landing, "the largest tensor takes", "Send it in parts, or give the KV cache less")
+            needed = largest + streaming.windows_bytes(self.plan)
+            hint = "Send smaller buckets (bucket_bytes) or the tensor in parts, or give the KV cache less"
+            staging.require_room(needed, self._landing, "the largest tensor and two buckets take", hint)
             return streaming.Passing(manifest, self.plan, self._landing, self._deadline, self._cancelled.is_set)
         # What is kept when it is committed had better be on the host from the start: copying it there takes time.
         stage = "host" if order.retain and order.stage == "auto" else order.stage

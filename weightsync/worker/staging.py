@@ -120,7 +120,7 @@ class Whole:
         if memory is not None:
             self.data, self._file = memory, file.name
             if self.lent is not None:
-                self.lent = of_file(file, memory)
+                self.lent = of_file(file, memory) if memory.numel() else None  # nothing of a file can't be mapped
 
     def lend(self) -> Segment | None:
         """What a trainer may be lent now, its pages there; None where there is nothing to lend.

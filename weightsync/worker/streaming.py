@@ -48,8 +48,7 @@ class Passing:
     ) -> None:
         self._manifest, self._plan, self._device = manifest, plan, device
         self._deadline, self._cancelled, self._limit = deadline, cancelled, limit_bytes
-        size = min(plan.bucket_bytes, plan.stream_bytes)
-        self._windows = [torch.empty(size, dtype=torch.uint8, device=device) for _ in plan.buckets[:2]]
+        self._windows = [torch.empty(_window_bytes(plan), dtype=torch.uint8, device=device) for _ in plan.buckets[:2]]
         self._partial: dict[int, torch.Tensor] = {}
         self._whole: deque[tuple[int, torch.Tensor]] = deque()
         self._waiting_bytes = 0
@@ -151,6 +150,15 @@ class Passing:
             if time.monotonic() > self._deadline:
                 raise DeadlineExceeded("tensors stood still until the update's deadline")
             self._changed.wait(_LOOK_SECONDS)
+
+
+def windows_bytes(plan: BucketPlan) -> int:
+    """What `Passing` takes for buckets that land, beside the tensors."""
+    return len(plan.buckets[:2]) * _window_bytes(plan)
+
+
+def _window_bytes(plan: BucketPlan) -> int:
+    return min(plan.bucket_bytes, plan.stream_bytes)
 
 
 class Streamed:
