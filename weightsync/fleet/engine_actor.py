@@ -254,11 +254,11 @@ class EngineActor(Handing, Holding, Resting):
             await self._end_requests()
 
     async def _end_requests(self) -> None:
-        """Stay paused; end what vLLM has, and what is still on its way into it."""
-        with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
-            await self._live().end_requests()
+        """Stay paused; end what vLLM has, and what is still on its way into it, with an error that says to come again."""
         if self._gate is not None:
             self._gate.end_soon()
+        with contextlib.suppress(Exception):  # the core may be dead; then no request is left to end
+            await self._live().end_requests()
 
     def _live(self) -> vllm_api.Engine:
         if self._engine is None or not self._engine.alive:

@@ -133,10 +133,16 @@ class Gate:
         self._open.set()
 
     def end_soon(self) -> None:
-        """Out of service: end what has passed and has not been answered when vLLM's own answers are out."""
+        """Out of service: who waits for an answer is told to ask elsewhere; what vLLM has not let go of in a moment is cancelled.
+
+        vLLM's own word would be a whole answer of as many tokens as there are, none at all it may be.
+        """
         if self._ending is not None:
             self._ending.cancel()
         passed = tuple(self.inside)
+        for request in passed:
+            if request.can_end:
+                request.end(_out_of_service(self._refusal() or "it went out of service"))
         self._ending = asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, self._end, passed)
 
     def _end(self, passed: tuple[Request, ...]) -> None:
