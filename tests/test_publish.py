@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tests.service import Service, until
 from weightsync import SyncReport, WeightSync, cli
+from weightsync.client.published import failure
 from weightsync.client.source import Lazy
 from weightsync.codec import encode
 from weightsync.errors import (
@@ -25,10 +26,11 @@ from weightsync.errors import (
     EngineDied,
     ManifestRefused,
     ServiceUnreachable,
+    TransportFailed,
     UpdateConflict,
     UpdateFailed,
 )
-from weightsync.protocol import Admission, CommunicatorInfo
+from weightsync.protocol import Admission, CommunicatorInfo, EngineState, EngineVerdict, UpdateState, UpdateStatus
 from weightsync.results import SentAgain
 
 BUCKET = 8192
@@ -124,7 +126,7 @@ def test_a_commit_that_is_asked_for_again_leaves_the_next_update_alone(failed: b
         return torch.ones(3)
 
     with Service() as service, WeightSync(service.url, "token") as sync:
-        expected = pytest.raises(ApplyFailed, match="out of registers") if failed else contextlib.nullcontext()
+        expected = pytest.raises(ApplyFailed, match=r"out of registers") if failed else contextlib.nullcontext()
         first = sync.publish({"w": torch.zeros(3)})
         with monkeypatch.context() as patch, expected:
             if failed:
@@ -206,6 +208,33 @@ def test_a_tensor_that_cannot_be_made_ends_the_update_and_the_next_one_goes_well
         with pytest.raises(ManifestRefused, match=r"'w' was offered as float32 \(3,\) and is torch.float64 \(4,\) now"):
             sync.sync_weights({"w": Lazy(torch.float32, (3,), lambda: torch.ones(4, dtype=torch.float64))})
         sync.sync_weights({"w": torch.ones(3)})
+
+
+def test_a_fault_of_the_trainers_own_is_raised_though_the_service_saw_its_broadcast_break_off() -> None:
+    """Without staging the commit is under way by then: "the trainer died; sync again" was raised in its place, to come again for ever."""
+
+    def fails() -> torch.Tensor:
+        raise KeyError("my own bug")
+
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        published = sync.publish({"w": Lazy(torch.float32, (3,), fails)})
+        assert published._done.wait(10)
+        word = TransportFailed("the trainer (rank 0) died or left", hint="Sync again").to_dict()
+        status = UpdateStatus(published.update_id, 1, UpdateState.ABORTED, 1, 12, 0.0, error=word)
+        with pytest.raises(UpdateFailed, match="my own bug") as caught:
+            sync._report(published, status)
+        assert not caught.value.retryable
+
+
+def test_an_engines_failure_says_where_each_engine_stands_and_what_to_do() -> None:
+    verdicts = (
+        EngineVerdict(0, False, 14, EngineState.SERVING, 0.1, error=ApplyFailed("loading stopped").to_dict()),
+        EngineVerdict(1, True, 15, EngineState.SERVING, 0.1),
+    )
+    status = UpdateStatus("u", 15, UpdateState.ABORTED, 1, 12, 0.0, verdicts=verdicts, error=ApplyFailed("loading stopped").to_dict())
+    error = failure(status)
+    assert str(error).startswith("loading stopped (engine 0 serving with version 14, engine 1 serving with version 15)")
+    assert "Sync again, with this version too" in error.hint and error.retryable
 
 
 def test_a_dtype_that_changed_since_the_last_update_that_was_committed_is_refused() -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from weightsync.errors import Aborted, UpdateFailed, WeightSyncError
+from weightsync.errors import Aborted, DeadlineExceeded, TransportFailed, UpdateFailed, WeightSyncError
 from weightsync.protocol import Admission, UpdateStatus
 from weightsync.results import SentAgain, SyncReport
 
@@ -62,6 +62,12 @@ class Published:
             raise self._error
         return done
 
+    @property
+    def _own_error(self) -> WeightSyncError | None:
+        """What went wrong on this side and is not a broken broadcast: what the service says of such an update is that its trainer left."""
+        broken = (TransportFailed, Aborted, DeadlineExceeded)
+        return None if isinstance(self._error, broken) else self._error
+
     def _has_read(self) -> None:
         self._all_read = True
         self._read.set()
@@ -107,5 +113,6 @@ def failure(status: UpdateStatus) -> WeightSyncError:
         )
         error.message = f"{error.message} ({states})"
         error.args = (error.message,)
+        error.hint = error.hint or "Sync again, with this version too: an engine that did not take it does then; the others keep it"
     error.update_id = status.update_id
     return error

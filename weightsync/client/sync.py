@@ -360,7 +360,7 @@ class WeightSync(View):
             if (ended := self._ended(published.update_id)) is not None:
                 published._cancelled.set()
                 published._done.wait(5.0)
-                raise ended
+                raise published._own_error or ended
             if self._ranks is not None and not published._read.is_set():
                 self._ranks.require_all()
         if published._error is not None:
@@ -390,6 +390,8 @@ class WeightSync(View):
             if status.state != UpdateState.COMMITTED:
                 self._joined.leave()
         if status.state != UpdateState.COMMITTED:
+            if (own := published._own_error) is not None:
+                raise own
             raise failure(status) from published._error
         self._dtypes |= published._dtypes
         self._step = 0
