@@ -44,7 +44,7 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import Offer, offer
 from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import digest
-from weightsync.transport.channel import Outlet, parts
+from weightsync.transport.channel import Outlet, parts, send_all
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.fanout import join
 from weightsync.transport.link import Link
@@ -185,14 +185,8 @@ class Side:
         plan = plan_buckets(self.offer.manifest, bucket_bytes)
         if isinstance(channel, Link):
             channel.lend(None, plan, until)
-        before: Any = None
-        for bucket in plan.buckets:
-            digests = torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=channel.device)
-            posted = channel.post(parts(self.flat[: bucket.nbytes], digests), until)
-            if before is not None:
-                channel.settle(before, until)
-            before = posted
-        channel.settle(before, until)
+        digests = (torch.empty(len(bucket.complete), 2, dtype=torch.int64, device=channel.device) for bucket in plan.buckets)
+        send_all(channel, (parts(self.flat[: bucket.nbytes], one) for bucket, one in zip(plan.buckets, digests, strict=True)), until)
         if isinstance(channel, Link):
             channel.end(until)
 

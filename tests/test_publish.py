@@ -126,7 +126,7 @@ def test_a_commit_that_is_asked_for_again_leaves_the_next_update_alone(failed: b
         return torch.ones(3)
 
     with Service() as service, WeightSync(service.url, "token") as sync:
-        expected = pytest.raises(ApplyFailed, match=r"out of registers") if failed else contextlib.nullcontext()
+        expected = pytest.raises(ApplyFailed, match="out of registers") if failed else contextlib.nullcontext()
         first = sync.publish({"w": torch.zeros(3)})
         with monkeypatch.context() as patch, expected:
             if failed:

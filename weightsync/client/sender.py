@@ -21,8 +21,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -30,7 +29,7 @@ from weightsync.client.source import Offer
 from weightsync.errors import ManifestRefused
 from weightsync.transport import digest
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
-from weightsync.transport.channel import Outlet, parts
+from weightsync.transport.channel import Outlet, parts, send_all
 from weightsync.transport.ground import Ground
 from weightsync.transport.packing import Bucket, BucketPlan, Piece
 
@@ -106,37 +105,30 @@ class Sender:
     def _send_buckets(
         self, outlet: Outlet, ground: Ground, deadline: float, cancelled: Callable[[], bool], on_read: Callable[[], None]
     ) -> None:
-        buckets, device = self._plan.buckets, self._offer.device
-        jobs: deque[Job[_Packed]] = deque()
-        before: tuple[Bucket, Any] | None = None
+        began, device = time.monotonic(), self._offer.device
         self._packing = Beside("weightsync-pack", device, self._offered, deadline, cancelled)
-        with self._packing as packing:
-            for number, bucket in enumerate(buckets):
-                # Where buffers take turns: all but the last bucket are settled, and their buffers free.
-                for ahead in range(number + len(jobs), min(max(number - 1, 0) + ground.ahead, len(buckets))):
-                    jobs.append(packing.submit(functools.partial(self._fill, ahead, ground, on_read)))
-                began = time.monotonic()
-                packed = packing.result(jobs.popleft())
-                digests = self._digests(bucket, *packed)
-                self.seconds["await_pack"] += time.monotonic() - began
-                began = time.monotonic()
-                window = ground.window(number, bucket)
-                posted = outlet.post(parts(window, digests.to(outlet.device)), deadline, packing.ended)
-                self._settle(outlet, before, deadline, packing)
-                self.seconds["broadcast"] += time.monotonic() - began
-                before = bucket, posted
-            began = time.monotonic()
-            self._settle(outlet, before, deadline, packing)
-            self.seconds["broadcast"] += time.monotonic() - began
+        try:
+            with self._packing as packing:
+                send_all(outlet, self._packed(outlet, ground, packing, on_read), deadline, packing.ended, self._arrived)
+        finally:
+            self.seconds["broadcast"] = time.monotonic() - began - self.seconds["await_pack"]
 
-    def _settle(self, outlet: Outlet, before: tuple[Bucket, Any] | None, deadline: float, packing: Beside) -> None:
-        """Wait until a bucket is there, and say so."""
-        if before is not None:
-            bucket, posted = before
-            outlet.settle(posted, deadline, packing.ended)
-            self._sent += sum(piece.nbytes for piece in bucket.pieces)
-            if self._progress is not None:
-                self._progress(self._sent, self._offer.manifest.nbytes)
+    def _packed(self, outlet: Outlet, ground: Ground, packing: Beside, on_read: Callable[[], None]) -> Iterator[list[torch.Tensor]]:
+        """What is posted of each bucket, when it is packed; those behind it are packed meanwhile."""
+        buckets, jobs = self._plan.buckets, deque[Job[_Packed]]()
+        for number, bucket in enumerate(buckets):
+            began = time.monotonic()
+            # Where buffers take turns: all but the last bucket are settled, and their buffers free.
+            for ahead in range(number + len(jobs), min(max(number - 1, 0) + ground.ahead, len(buckets))):
+                jobs.append(packing.submit(functools.partial(self._fill, ahead, ground, on_read)))
+            digests = self._digests(bucket, *packing.result(jobs.popleft()))
+            self.seconds["await_pack"] += time.monotonic() - began
+            yield parts(ground.window(number, bucket), digests.to(outlet.device))
+
+    def _arrived(self, number: int) -> None:
+        self._sent += sum(piece.nbytes for piece in self._plan.buckets[number].pieces)
+        if self._progress is not None:
+            self._progress(self._sent, self._offer.manifest.nbytes)
 
     def _digests(self, bucket: Bucket, batch: digest.Batch, pieces: list[Piece]) -> torch.Tensor:
         """What is broadcast behind a bucket that has been packed."""

@@ -4,10 +4,10 @@ vLLM's application has some three dozen routes, among them ones that generate
 without a key and ones that change the engine. Only the four below pass, only
 with the fleet's token, and only while the engine holds a committed version.
 While an update is applied requests pass and wait inside vLLM (under
-`sync.caches = salt` in `salt`), or are held back or refused here (`draining`). When an engine goes out of service vLLM ends those that
-it knows; one that stands in its tokenisation would reach a paused engine behind that and
-wait for the next update. So whatever has not ended shortly after is ended here. Where vLLM itself has died its own
-answers say so in no form that tells a client to come again; ours take their place.
+`sync.caches = salt` in `salt`), or are held back or refused here (`draining`). When an engine goes out of service those that
+wait for an answer get an error that says to come again, and vLLM ends what it knows of them; one that stands in its
+tokenisation would reach a paused engine behind that and wait for the next update, so what has not ended shortly after is
+cancelled. Where vLLM itself has died its own answers say so in no form that tells a client to come again; ours take their place.
 
 Not covered: rate limits; a client that leaves while its request is held back (vLLM is told when it passes).
 """
@@ -121,7 +121,11 @@ class Gate:
         with self.inside.holding(request):
             answered = await request.run(self._app, scope)
         if not answered:
-            await refuse(_out_of_service(self._refusal() or "it went out of service"), send)
+            await refuse(self._gone(), send)
+
+    def _gone(self) -> NoEngineReady:
+        """What a request is told that was inside when the engine went out of service."""
+        return _out_of_service(self._refusal() or "it went out of service")
 
     def hold(self, new_requests: Literal["wait", "refuse"]) -> None:
         """Let no new request pass until `release`: they wait, or get an error that says to come again."""
@@ -142,7 +146,7 @@ class Gate:
         passed = tuple(self.inside)
         for request in passed:
             if request.can_end:
-                request.end(_out_of_service(self._refusal() or "it went out of service"))
+                request.end(self._gone())
         self._ending = asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, self._end, passed)
 
     def _end(self, passed: tuple[Request, ...]) -> None:

@@ -5,8 +5,9 @@ Not covered: how a channel is made, and what a worker says when an update begins
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,45 @@ class Outlet(Channel):
     @abstractmethod
     def end(self, deadline: float, cancelled: Cancelled = never) -> None:
         """End it: wait until everybody has seen all of it. Arguments and errors as of `post`."""
+
+
+def send_all(
+    channel: Channel,
+    posts: Iterable[Sequence[torch.Tensor]],
+    deadline: float,
+    cancelled: Cancelled = never,
+    arrived: Callable[[int], None] = lambda number: None,
+) -> None:
+    """Post one behind the other, so that the transport need not wait for us between them.
+
+    Args:
+        posts: each is asked for when all but the one before it are there.
+        arrived: called with the number of each that is there.
+
+    Raises:
+        TransportFailed, Aborted: as `Channel.post`.
+    """
+    before: Any = None
+    number = -1
+    for number, tensors in enumerate(posts):
+        posted = channel.post(tensors, deadline, cancelled)
+        if number:
+            channel.settle(before, deadline, cancelled)
+            arrived(number - 1)
+        before = posted
+    if number >= 0:
+        channel.settle(before, deadline, cancelled)
+        arrived(number)
+
+
+@contextlib.contextmanager
+def closed_on_error(end: Any) -> Iterator[None]:
+    """Whatever is raised inside, `end.close()` is called first."""
+    try:
+        yield
+    except BaseException:
+        end.close()
+        raise
 
 
 def parts(bucket: torch.Tensor, digests: torch.Tensor) -> list[torch.Tensor]:

@@ -9,16 +9,15 @@ Not covered: who is reached how, which the controller decides.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.protocol import CommunicatorInfo
-from weightsync.transport.channel import Outlet
+from weightsync.transport.channel import Outlet, closed_on_error
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.ground import Ground
 from weightsync.transport.links import Links
@@ -50,22 +49,20 @@ class FanOut(Outlet):
 
     def ground(self, plan: BucketPlan, deadline: float, cancelled: Cancelled = never) -> Ground:
         """Memory that workers share with this process: what is packed there is not copied again to be sent to the first of them."""
-        with self._closing():
-            return self._links.ground(plan, deadline, cancelled)
+        return self._links.ground(plan, deadline, cancelled)
 
     def end(self, deadline: float, cancelled: Cancelled = never) -> None:
         """Wait until local workers have seen all of the update, and hold nothing of theirs any more."""
-        with self._closing():
-            self._links.end(deadline, cancelled)
+        self._links.end(deadline, cancelled)
 
     def post(self, tensors: Sequence[torch.Tensor], deadline: float, cancelled: Cancelled = never) -> tuple[list[int | None], Any]:
-        with self._closing():
+        with closed_on_error(self):
             numbers = [self._links.post(tensor, deadline, cancelled) for tensor in tensors]
             return numbers, None if self._group is None else self._group.post(tensors, deadline, cancelled)
 
     def settle(self, posted: tuple[list[int | None], Any], deadline: float, cancelled: Cancelled = never) -> None:
         numbers, others = posted
-        with self._closing():
+        with closed_on_error(self):
             if self._group is not None:
                 try:
                     self._group.settle(others, deadline, lambda: cancelled() or self._links.gone)
@@ -77,18 +74,7 @@ class FanOut(Outlet):
                 self._links.settle(number, deadline, cancelled)
 
     def close(self) -> None:
-        self._links.close()
-        if self._group is not None:
-            self._group.close()
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Links and group end together."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        self._links.close()  # and, before they let go of what it sends, the group
 
 
 def join(

@@ -27,6 +27,7 @@ import torch
 
 from weightsync.errors import Aborted, TransportFailed
 from weightsync.transport import segment
+from weightsync.transport.channel import closed_on_error
 from weightsync.transport.ground import Ground, all_of, in_turns, turns_of
 from weightsync.transport.packing import BucketPlan
 from weightsync.transport.segment import Segment
@@ -73,7 +74,7 @@ class Links:
                 this raises.
             Aborted: `cancelled()` said so.
         """
-        with self._closing():
+        with closed_on_error(self):
             wires = self._open()
             self._unmap()
             for wire in wires:
@@ -100,7 +101,7 @@ class Links:
         Raises:
             TransportFailed, Aborted: as `ground`.
         """
-        with self._closing():
+        with closed_on_error(self):
             wires, lent = self._open(), list(self._lent.values())
             at = lent[0].offset(tensor) if lent else None
             turn = self._number % max(1, len(self._ring))  # the one in this slot before has been settled, as with buffers that take turns
@@ -124,14 +125,14 @@ class Links:
 
     def settle(self, number: int | None, deadline: float, cancelled: Cancelled) -> None:
         """Wait until every worker that copies has what `post` told of. Raises as it does."""
-        with self._closing():
+        with closed_on_error(self):
             for wire in self._open() if number is not None else ():
                 if wire not in self._lent:
                     self._expect(wire, "done", number, deadline, cancelled)
 
     def end(self, deadline: float, cancelled: Cancelled) -> None:
         """Let go of what was lent, say that the update is over, and wait until every worker has seen it to its end. Raises as `post`."""
-        with self._closing():
+        with closed_on_error(self):
             wires, unmapped = self._open(), self._unmap(settled=True)
             for wire in wires:
                 self._tell(wire, deadline, cancelled, over=self._number, unmapped=unmapped)
@@ -243,14 +244,6 @@ class Links:
         except TransportFailed:
             if wire.gone:
                 raise self.blame() from None
-            raise
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
             raise
 
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -29,7 +28,7 @@ from weightsync.codec import decode, encode
 from weightsync.errors import InternalError, Refused
 from weightsync.protocol import BeginOrder, Manifest, Retained
 from weightsync.transport import digest
-from weightsync.transport.channel import Channel, parts
+from weightsync.transport.channel import Channel, parts, send_all
 from weightsync.transport.packing import plan_buckets
 
 logger = logging.getLogger(__name__)
@@ -168,15 +167,8 @@ class Stream:
         plan = plan_buckets(self.manifest, self.head.bucket_bytes)
         if plan.hash != self.head.plan_hash or len(self.digests) != len(self.manifest.tensors):
             raise InternalError(f"what is kept of update {self.head.update_id} does not fit together", hint="Sync again")
-        before: Any = None
-        for bucket in plan.buckets:
-            run = self.data[bucket.start : bucket.start + bucket.nbytes]
-            posted = channel.post(parts(run, self.digests[list(bucket.complete)]), deadline, cancelled)
-            if before is not None:
-                channel.settle(before, deadline, cancelled)
-            before = posted
-        if before is not None:
-            channel.settle(before, deadline, cancelled)
+        runs = ((self.data[bucket.start : bucket.start + bucket.nbytes], self.digests[list(bucket.complete)]) for bucket in plan.buckets)
+        send_all(channel, (parts(run, digests) for run, digests in runs), deadline, cancelled)
 
 
 def folder_of(order: BeginOrder, rank: int) -> Folder | None:
