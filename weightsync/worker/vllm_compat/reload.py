@@ -51,6 +51,8 @@ class Reload:
     - Buffers outside the checkpoint that processing computes are brought back like
       others; stock code skips them. Those that it leaves alone keep their value.
     - Tensors and numbers that processing hangs on a parameter are taken over to the one that is put back.
+    - What attention let go of when it had absorbed it (AMX's MLA does that with a projection) comes
+      for it to absorb again; stock code copies it into the nothing that is left of it, and fails.
     - Where processing makes another dtype than at the start, the reload fails: stock code casts.
     - A buffer that was a view of a parameter, until processing moved the parameter away, is given
       what was loaded, as the view got it in a cold load.
@@ -202,6 +204,10 @@ class Reload:
                 for name in [name for name in kernel if name in table and table[name] is None]:
                     del table[name]  # was set by processing once, and not now
             temporaries = {name: t for name in (*parameters, *buffers) if isinstance(t := getattr(layer, name, None), torch.Tensor)}
+            for name, made in temporaries.items():
+                table = parameters if name in parameters else buffers
+                if made.numel() and not table[name].numel():
+                    table[name] = made  # let go of by who absorbs it: there is no storage to keep, and it will be let go of again
             pinned = [t.untyped_storage() for t in temporaries.values()] if holds_foreign(layer) else []
             computed = self._computed(info, temporaries)
             left = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights} - computed.keys()
