@@ -10,13 +10,14 @@ A gloo operation can't be interrupted from outside. But when the application's o
 one operation times out, gloo ends all others of that group: so whoever leaves posts a
 receive that nobody answers, and the memory and the thread of what was on its way come back
 at once. Nor does gloo tell an operation that its peer died in the middle of a message; the
-connections are probed for that, which also tells who it was.
+connections are probed for that, which also tells who it was. NCCL has nothing to probe: there every member
+gives signs of life in the store (`pulse`).
 
 Making a group is left to a thread of its own: where the store's process hangs, torch's
 client waits for ever. A thread that was left closes what it made too late.
 
-Not covered: a peer that hangs but stays connected is noticed at the deadline only, and
-only whoever asks the others (the controller) can tell which. NCCL does not say who died.
+Not covered: a peer that hangs but stays connected, under NCCL one that hangs there, is noticed at the deadline
+only, and only whoever asks the others (the controller) can tell which.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from weightsync.transport.channel import Outlet
 from weightsync.transport.ground import Ground, in_turns, turns_of
 from weightsync.transport.memory import huge_pages
 from weightsync.transport.packing import BucketPlan
+from weightsync.transport.pulse import SILENCE, Pulse
 from weightsync.transport.rendezvous import engine_of, join_store, named
 from weightsync.transport.wire import Cancelled, never
 
@@ -54,6 +56,8 @@ _GRACE_SECONDS = 1.0
 #: How long the store is asked who has come, when not everybody has.
 _ASK_SECONDS = 1.0
 _PROBE_TAG, _LEAVE_TAG = 1, 2
+#: Transports that do not tell when a peer dies.
+_PULSED = ("nccl",)
 
 
 class Communicator(Outlet):
@@ -116,6 +120,9 @@ class Communicator(Outlet):
                 + why,
                 hint="Sync again: a new generation is made",
             )
+        # Workers wait for the trainer, and it for all of them.
+        watched = [0] if rank else range(1, info.world_size)
+        self._pulse = Pulse(store, rank, watched) if info.transport in _PULSED else None
 
     @property
     def open(self) -> bool:
@@ -179,6 +186,8 @@ class Communicator(Outlet):
             left = deadline - now
             if left <= 0:
                 raise _too_late(self.rank)
+            if self._pulse is not None and (silent := self._pulse.silent()):
+                raise self._lost(silent, f"gave no sign of life for {SILENCE:.0f} s while bytes were on their way")
             if self.device.type == "cpu":
                 # A timed-out wait leaves a gloo operation as it was; a failed one completes it.
                 # torch counts whole milliseconds and takes 0 for no timeout at all.
@@ -208,8 +217,8 @@ class Communicator(Outlet):
                     gone.append(peer)
         return gone
 
-    def _lost(self, gone: list[int]) -> TransportFailed:
-        what = f"{named(self.info, gone)} died or left while bytes were on their way"
+    def _lost(self, gone: list[int], how: str = "died or left while bytes were on their way") -> TransportFailed:
+        what = f"{named(self.info, gone)} {how}"
         engines = {engine_of(self.info, rank) for rank in gone}  # several ranks may be workers of one
         return TransportFailed(what, hint="Sync again", engine=engines.pop() if len(engines) == 1 else None)
 
@@ -221,6 +230,8 @@ class Communicator(Outlet):
         holder, self._group = [self._group], None
         if holder[0] is None:
             return
+        if self._pulse is not None:
+            self._pulse.stop()
         if self.device.type == "cpu":
             for peer in range(self.info.world_size):
                 if peer != self.rank:
@@ -245,11 +256,16 @@ def _interrupt(group: Any, peer: int) -> None:
 
 def _dismiss(holder: list[Any]) -> None:
     """Destroy the group that this list alone refers to."""
-    if hasattr(holder[0], "abort"):
-        with contextlib.suppress(RuntimeError):
-            holder[0].abort()
-    # Destroying a group joins its threads. A process that ends in the middle of that aborts, so it is waited for.
-    thread = threading.Thread(target=holder.clear, name="weightsync-close", daemon=True)
+
+    def end() -> None:
+        if hasattr(holder[0], "abort"):
+            with contextlib.suppress(RuntimeError):
+                holder[0].abort()
+        holder.clear()
+
+    # NCCL's abort waits for the device, and destroying a group joins its threads. A process that ends in the middle of
+    # that aborts, so it is waited for.
+    thread = threading.Thread(target=end, name="weightsync-close", daemon=True)
     thread.start()
     thread.join(_CLOSE_SECONDS)
 
