@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 _HEAD = "head.json"
 #: Share of the free memory that a kept update may take.
 _SHARE = 0.8
+#: Bytes of a file that are made at once: some hundredths of a second.
+_RUN = 128 << 20
 
 
 class Folder:
@@ -48,8 +50,11 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def memory(self, update_id: str, nbytes: int) -> tuple[torch.Tensor | None, str]:
+    def memory(self, update_id: str, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> tuple[torch.Tensor | None, str]:
         """Shared memory for a stream, and its file's name; None where there is no room for it: then nothing is kept.
+
+        Args:
+            stopped: asked now and then, for gigabytes take seconds; then it is None, too.
 
         Returns:
             Shape [nbytes], uint8, zeros. Its pages are there already, so that writing to it can't fail.
@@ -60,8 +65,11 @@ class Folder:
             if nbytes > psutil.virtual_memory().available * _SHARE:
                 raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than {_SHARE:.0%} of the host's free memory")
             with file.open("wb") as stream:
-                if nbytes:
-                    os.posix_fallocate(stream.fileno(), 0, nbytes)
+                for start in range(0, nbytes, _RUN):
+                    if stopped():
+                        file.unlink()
+                        return None, ""
+                    os.posix_fallocate(stream.fileno(), start, min(_RUN, nbytes - start))
             return _mapped(file, nbytes), file.name
         except (OSError, RuntimeError) as exc:
             with contextlib.suppress(OSError):

@@ -109,7 +109,7 @@ class Held:
         """Body of the thread: from the GPU to the file, if they are not there, and the head."""
         try:
             if not staged.file and staged.data.device.type != "cpu":
-                memory, file = folder.memory(order.brings, staged.data.numel())
+                memory, file = folder.memory(order.brings, staged.data.numel(), stopped.is_set)
                 if memory is not None:
                     with on_stream(staged.data.device, now(staged.data.device)):
                         staged = staged.on_host(memory, file, stopped.is_set)

@@ -32,7 +32,7 @@ from weightsync.transport import digest, finite, retained
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
 from weightsync.transport.channel import Channel, parts
 from weightsync.transport.link import Link
-from weightsync.transport.packing import Bucket, BucketPlan, plan_buckets
+from weightsync.transport.packing import Bucket, BucketPlan, Piece, plan_buckets
 from weightsync.worker import staging, streaming
 
 #: A bucket that is there, and the job that looks at it.
@@ -163,7 +163,7 @@ class Receiver:
             # A partial update is taken over into what is kept, when it counts.
             folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
             if folder is not None and isinstance(into, staging.Whole) and into.device.type == "cpu":
-                memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes)
+                memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes, self._cancelled.is_set)
                 into.move(memory, folder.path / file)
             communicator = self._connect()
             self.seconds["connect"] = time.monotonic() - began
@@ -251,10 +251,18 @@ class Receiver:
     def _check(self, bucket: Bucket, arrived: torch.Tensor, digests: torch.Tensor, into: staging.Whole | streaming.Passing) -> None:
         """Put a bucket in its place and compare digests; refuse bad values, where bytes are staged behind the last bucket."""
         window = into.window(bucket)
-        if window.data_ptr() != arrived.data_ptr():
+        moved = window.data_ptr() != arrived.data_ptr()
+        if moved and arrived.is_cuda:  # looked at where it landed, and moved meanwhile: a CPU takes many times as long for that
+            look = self._begin(bucket, arrived.device, lambda piece: arrived[piece.bucket_offset : piece.bucket_offset + piece.nbytes])
             window.copy_(arrived)
-        into.landed(bucket)
-        self._look(bucket, into)
+            into.landed(bucket)
+        else:
+            if moved:
+                window.copy_(arrived)
+            into.landed(bucket)
+            look = self._begin(bucket, window.device, lambda piece: into.run(bucket, piece))
+        for piece, part in zip(bucket.pieces, look.results(), strict=True):
+            self._partial[piece.tensor] = digest.add(self._partial[piece.tensor], part)
         specs = self.order.request.manifest.tensors
         wrong = []
         for index, sent in zip(bucket.complete, digest.unpack(digests.cpu()), strict=True):
@@ -281,15 +289,19 @@ class Receiver:
                 names=list(self._bad),
             )
 
-    def _look(self, bucket: Bucket, into: staging.Whole | streaming.Passing) -> None:
-        """Add up the digests of a bucket's pieces, where these are now, and see the largest of their values."""
-        batch = digest.Batch(len(bucket.pieces), into.window(bucket).device)
+    def _begin(self, bucket: Bucket, device: torch.device, run: Callable[[Piece], torch.Tensor]) -> digest.Batch:
+        """Begin with the digests of a bucket's pieces and the largest of their values.
+
+        Args:
+            run: a piece's bytes, on `device`.
+        """
+        batch = digest.Batch(len(bucket.pieces), device)
         for piece in bucket.pieces:
             if piece.tensor not in self._partial:
                 self._partial[piece.tensor], self._peaks[piece.tensor] = digest.ZERO, self._peak(piece.tensor)
-            batch.add(into.run(bucket, piece), piece.tensor_offset, self._peaks[piece.tensor])
-        for piece, part in zip(bucket.pieces, batch.results(), strict=True):
-            self._partial[piece.tensor] = digest.add(self._partial[piece.tensor], part)
+            batch.add(run(piece), piece.tensor_offset, self._peaks[piece.tensor])
+        batch.start()
+        return batch
 
     def _peak(self, index: int) -> finite.Peak | None:
         """What looks at a tensor's values while its digest is made; None where any are right."""

@@ -281,5 +281,13 @@ def _on_device(nbytes: int, stage: str, device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody has: of the host, or of a CUDA device as the driver sees it."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else int(psutil.virtual_memory().available)
+    """Memory that nobody has: of the host, or of a CUDA device what the driver has and what torch keeps for this process.
+
+    Without the latter the memory of the last update, which the next one gets, would count as taken, and that one would go to the host.
+    """
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    counts = torch.cuda.memory_stats(device)
+    # What is left of a block of which something is in use can't go back to the driver.
+    kept = counts["reserved_bytes.all.current"] - counts["active_bytes.all.current"] - counts["inactive_split_bytes.all.current"]
+    return int(torch.cuda.mem_get_info(device)[0]) + max(0, int(kept))
