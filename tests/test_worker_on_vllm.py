@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fleets import ENGINE_ARGS, MAX_TOKENS, PROMPTS
 from weightsync.demo.cold import COLD_ENV
@@ -82,6 +83,8 @@ def _run(script: str, *arguments: str) -> str:
     "kind", ["qwen3-tied", pytest.param("qwen3-moe", marks=pytest.mark.slow), pytest.param("int8-channel", marks=pytest.mark.slow)]
 )
 def test_stock_reload_answers_wrongly_and_says_nothing(kind: str, checkpoint: Any, cold: Any) -> None:
+    if kind == "int8-channel" and torch.cpu._is_amx_tile_supported():
+        pytest.skip("with AMX stock is right here, also when what it freed is used again")
     job = json.dumps([str(checkpoint(kind, 1)), str(checkpoint(kind, 2)), ENGINE_ARGS, PROMPTS, MAX_TOKENS])
     line = next(line for line in _run(STOCK, job).splitlines() if line.startswith("RESULT "))
     assert json.loads(line.removeprefix("RESULT ")) != cold(kind, 2)[0]
