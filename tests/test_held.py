@@ -79,8 +79,7 @@ def for_others(values: dict[str, float], load_map: LoadMap, folder: Path, update
         return made
     memory, file = Folder(folder).memory(update_id, made.data.numel())
     assert memory is not None
-    memory.copy_(made.data)
-    return replace(made, data=memory, file=file)
+    return replace(made, data=memory.tensor().copy_(made.data), file=file)
 
 
 def test_what_is_kept_for_other_engines_follows_partial_updates_and_is_one_file(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def driven(monkeypatch: pytest.MonkeyPatch, waits: list[Any]) -> Iterator[Any]:
 
     def make(fails: str = "") -> Driver:
         driver = Driver(fails)
-        monkeypatch.setattr(segment, "_driver", lambda: driver)
+        monkeypatch.setattr(segment, "calls", lambda: driver)
         return driver
 
     monkeypatch.setattr(segment.torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -5,9 +5,11 @@ Not covered: memory of a real device (`tests/gpu`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import mmap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,8 @@ import torch
 from tests.wires import order_of
 from weightsync.client.source import offer
 from weightsync.errors import MemoryRefused, TransportFailed
-from weightsync.transport import segment
-from weightsync.transport.memory import let_go
+from weightsync.transport import memory, segment
+from weightsync.transport.memory import HostMemory, let_go
 from weightsync.transport.packing import plan_buckets
 from weightsync.worker import staging
 from weightsync.worker.loadmap import LoadMap
@@ -45,6 +47,12 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+def allocated(*where: Any) -> Any:
+    """Memory that nobody is lent."""
+    made = staging.Regions().allocate(*where, lent=False)
+    return made.tensor() if isinstance(made, HostMemory) else made
+
+
 @pytest.mark.parametrize(
     ("stage", "device", "cuda_free", "expected"),
     [
@@ -58,7 +66,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 )
 def test_where_an_update_waits(stage: str, device: torch.device, cuda_free: int, expected: str, free: dict[str, int]) -> None:
     free["cuda"] = cuda_free
-    made = staging.allocate(PLAN, stage, device, CPU)
+    made = allocated(PLAN, stage, device, CPU)
     assert made.device.type == expected and made.numel() == PLAN.stream_bytes
 
 
@@ -70,16 +78,16 @@ def test_what_would_not_fit_is_refused_with_what_is_free(stage: str, kind: str, 
     where = {"host": "cpu", "device": "cuda"}[kind]
     free[where] = most - 1
     with pytest.raises(MemoryRefused, match=f"staging needs {PLAN.stream_bytes} bytes of {kind} memory and {most - 1} are free"):
-        staging.allocate(PLAN, stage, CUDA, CPU)
+        allocated(PLAN, stage, CUDA, CPU)
     free[where] = most + 1
-    assert staging.allocate(PLAN, stage, CUDA, CPU).numel() == PLAN.stream_bytes
+    assert allocated(PLAN, stage, CUDA, CPU).numel() == PLAN.stream_bytes
 
 
 def test_buckets_that_would_not_fit_where_they_land_are_refused(free: dict[str, int]) -> None:
     free["cuda"] = 150
     with pytest.raises(MemoryRefused, match="two buckets take 256 bytes of device memory and 150 are free"):
-        staging.allocate(PLAN, "host", CUDA, CUDA)
-    assert staging.allocate(PLAN, "host", CUDA, CPU).numel() == PLAN.stream_bytes, "gloo lands on the host"
+        allocated(PLAN, "host", CUDA, CUDA)
+    assert allocated(PLAN, "host", CUDA, CPU).numel() == PLAN.stream_bytes, "gloo lands on the host"
 
 
 def test_what_passes_has_room_for_its_windows_too(free: dict[str, int]) -> None:
@@ -136,7 +144,7 @@ def received(unused: list[int]) -> tuple[staging.Whole, int]:
     manifest = offer(BIG).manifest
     plan = plan_buckets(manifest, MEGABYTE // 2)
     spared = sum(manifest.tensors[index].nbytes for index in unused)
-    data = staging.allocate(plan, "host", CPU, CPU, spared)
+    data = allocated(plan, "host", CPU, CPU, spared)
     let_go(data)  # the process may have had this memory before
     whole = staging.Whole(manifest, plan, data, unused)
     most = 0
@@ -168,13 +176,13 @@ def test_memory_that_is_not_kept_is_not_asked_for(free: dict[str, int]) -> None:
     plan = plan_buckets(offer(BIG).manifest, MEGABYTE // 2)
     spared, buckets = 8 * MEGABYTE, MEGABYTE  # one is looked at while the next arrives
     free["cpu"] = int((plan.stream_bytes - spared + buckets) / 0.8) + 1
-    assert staging.allocate(plan, "host", CPU, CPU, spared).numel() == plan.stream_bytes
+    assert allocated(plan, "host", CPU, CPU, spared).numel() == plan.stream_bytes
     free["cpu"] -= 2
     with pytest.raises(MemoryRefused, match=f"staging needs {plan.stream_bytes - spared + buckets} bytes of host"):
-        staging.allocate(plan, "host", CPU, CPU, spared)
+        allocated(plan, "host", CPU, CPU, spared)
     free["cuda"] = int(plan.stream_bytes / 0.8) - 1
     with pytest.raises(MemoryRefused, match=f"staging needs {plan.stream_bytes} bytes of device"):
-        staging.allocate(plan, "gpu", CUDA, CPU, spared)
+        allocated(plan, "gpu", CUDA, CPU, spared)
 
 
 class OnDevice:
@@ -239,9 +247,8 @@ def test_memory_of_a_gpu_is_lent_again_without_asking_what_is_free(made: list[Le
         regions.allocate(PLAN, "gpu", CUDA, CUDA)
 
 
-@pytest.mark.parametrize("why", ["dropped", "used", "small", "host", "landing", "switch"])
-def test_memory_is_made_anew_where_what_is_kept_can_not_be_taken(why: str, made: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging.Regions, "KEEP", why != "switch")
+@pytest.mark.parametrize("why", ["dropped", "used", "small", "host", "landing"])
+def test_memory_is_made_anew_where_what_is_kept_can_not_be_taken(why: str, made: list[Lent]) -> None:
     regions: Any = staging.Regions()
     first = regions.allocate(PLAN, "gpu", CUDA, CUDA)
     regions.keep(first)
@@ -272,6 +279,118 @@ def test_memory_that_can_not_be_shared_is_refused_with_what_to_set(free: dict[st
     with pytest.raises(MemoryRefused, match="bytes that a trainer can map: the CUDA driver says") as caught:
         staging.Regions().allocate(PLAN, "gpu", CUDA, CUDA)
     assert "sync.stage" in caught.value.hint and "sync.local" in caught.value.hint
+
+
+# --- memory of the host that a GPU's driver knows ----------------------------------------------------
+
+
+class Driver:
+    """Stands for the CUDA driver: what it knows of the host's memory, address to size."""
+
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+        self.refuses = False
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[int]:
+        if self.refuses:
+            return (2,)
+        assert flags == 1 and not any(at < address + size and address < at + known for at, known in self.known.items())
+        (ctypes.c_char * size).from_address(address)[size - 1] = b"\0"  # it is mapped
+        self.known[address] = size
+        return (0,)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[int]:
+        del self.known[address]
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(memory, "calls", lambda: made)
+    monkeypatch.setattr(memory, "context_of", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return made
+
+
+def test_the_driver_forgets_host_memory_before_it_goes_and_not_while_a_tensor_lies_on_it(driver: Driver, tmp_path: Path) -> None:
+    file = tmp_path / "stream"
+    file.write_bytes(bytes(9_000))
+    for where in (None, file):
+        host = HostMemory(9_000, where)
+        assert host.free and not host.shown
+        tensor = host.tensor()
+        host.show(CUDA)
+        host.show(CUDA)
+        assert driver.known == {tensor.data_ptr(): 9_000} and host.shown and not host.free
+        part = tensor[100:200].view(torch.int32)
+        part.fill_(7)
+        del host, tensor
+        assert len(driver.known) == 1 and part.eq(7).all(), "a view of it is still there"
+        del part
+        assert driver.known == {}
+    assert file.read_bytes()[100:104] == b"\7\0\0\0"
+
+
+def test_host_memory_is_as_good_without_a_driver_that_takes_it(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.refuses = True
+    host = HostMemory(5_000)
+    host.show(CUDA)
+    assert not host.shown and "5000 bytes of host memory are copied to and from cuda by a slow way" in caplog.text
+    assert host.tensor().sum() == 0
+    host.show(CPU)
+    HostMemory(0).show(CUDA)
+    assert HostMemory(0).tensor().shape == (0,) and driver.known == {}
+
+
+def test_host_memory_of_a_cuda_engine_stays_for_the_next_update(driver: Driver, free: dict[str, int]) -> None:
+    regions: Any = staging.Regions()
+
+    def stage(lent: bool = False) -> staging.Whole:
+        whole = staging.Whole(OFFER.manifest, PLAN, regions.allocate(PLAN, "host", CUDA, CUDA, 0, lent))
+        whole.show(CUDA)
+        return whole
+
+    whole = stage()
+    first = whole.data.data_ptr()
+    whole.data.fill_(7)
+    whole.let_go()
+    assert whole.data.eq(7).all(), "the driver's copies would go elsewhere"
+    assert list(driver.known) == [first]
+    del whole
+    free["cpu"] = 0
+    whole = stage()
+    assert whole.data.data_ptr() == first and list(driver.known) == [first]
+    free["cuda"] = 2 * 128 - 1
+    kept = whole.update(LoadMap({}), [])
+    del whole
+    free["cpu"], free["cuda"] = 1 << 20, 1 << 20
+    second = stage()  # what is kept to come back to is not written over
+    assert second.data.data_ptr() != first and len(driver.known) == 2
+    del kept
+    third = stage()
+    assert third.data.data_ptr() == first and len(driver.known) == 2, "two are enough, turn by turn"
+    del second, third
+    free["cuda"] = 2 * 128 - 1
+    with pytest.raises(MemoryRefused, match="two buckets take"):
+        stage()
+    regions.drop()
+    assert driver.known == {}
+
+
+@pytest.mark.parametrize("why", ["small", "gpu", "lent"])
+def test_host_memory_that_the_next_update_does_not_take_goes(why: str, driver: Driver, made: list[Lent]) -> None:
+    regions: Any = staging.Regions()
+    plan = plan_buckets(offer({"a": torch.zeros(4)}).manifest, 128) if why == "small" else PLAN
+    host = regions.allocate(plan, "host", CUDA, CUDA, 0, False)
+    host.show(CUDA)
+    del host
+    assert len(driver.known) == 1
+    taken = regions.allocate(PLAN, "host" if why == "small" else "gpu", CUDA, CUDA, 0, why == "lent")
+    assert driver.known == {} and taken is not None
 
 
 def test_what_a_trainer_was_lent_is_not_taken_away_under_it() -> None:

@@ -17,6 +17,7 @@ from weightsync.client.sender import Sender
 from weightsync.client.source import offer
 from weightsync.transport import digest
 from weightsync.transport.packing import plan_buckets
+from weightsync.worker import staging
 from weightsync.worker.receiver import Receiver
 
 pytestmark = [
@@ -60,10 +61,16 @@ def sent(tensors: Any, on_read: Callable[[], None] = lambda: None) -> queue.Queu
     return through
 
 
-def receiver_of(tensors: dict[str, torch.Tensor], through: queue.Queue[torch.Tensor], stage: str, landing: torch.device) -> Receiver:
+def receiver_of(
+    tensors: dict[str, torch.Tensor],
+    through: queue.Queue[torch.Tensor],
+    stage: str,
+    landing: torch.device,
+    regions: staging.Regions | None = None,
+) -> Receiver:
     wire = Hosted(through, 1, landing)
     order = order_of(offer(tensors), BUCKET, stage, 60.0, allow_nonfinite=True)
-    receiver = Receiver(order, 0, device(), landing, lambda: wire)  # type: ignore[arg-type, return-value]
+    receiver = Receiver(order, 0, device(), landing, lambda: wire, regions=regions)  # type: ignore[arg-type, return-value]
     receiver.start()
     return receiver
 
@@ -113,6 +120,35 @@ def test_every_bit_arrives_wherever_buckets_land_while_the_engine_is_busy(stage:
     receiver._thread.join(60)
     assert receiver.error is None
     assert all(same_bits(receiver.held().tensor(index), tensor) for index, tensor in enumerate(tensors.values()))
+
+
+def test_what_is_staged_on_the_host_lies_where_the_gpu_copies_by_itself_and_so_does_the_next() -> None:
+    regions, addresses = staging.Regions(), set()
+    for _ in range(3):
+        tensors = weights()
+        receiver = receiver_of(tensors, sent(tensors), "host", device(), regions)
+        receiver._thread.join(60)
+        assert receiver.error is None
+        staged: Any = receiver.held()
+        assert staged.data.is_pinned()
+        assert all(same_bits(staged.tensor(index), tensor) for index, tensor in enumerate(tensors.values()))
+        addresses.add(staged.data.data_ptr())
+        del staged
+        receiver.discard()
+    assert len(addresses) == 1
+    kept = regions._host[0].tensor()
+    regions.drop()
+    assert kept.is_pinned(), "the driver knows it for as long as somebody holds it"
+
+
+def test_what_torch_keeps_of_an_update_counts_as_free_for_the_next() -> None:
+    torch.cuda.empty_cache()
+    before = staging.free_bytes(device())
+    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert before - (1 << 30) - (64 << 20) <= staging.free_bytes(device()) <= before - (1 << 30) + (64 << 20)
+    del held
+    assert torch.cuda.memory_reserved() >= 1 << 30
+    assert abs(staging.free_bytes(device()) - before) <= 64 << 20
 
 
 def test_memory_of_a_tensor_that_a_loader_has_let_go_of_is_not_written_while_its_stream_reads_it() -> None:

@@ -29,6 +29,7 @@ from weightsync.errors import InternalError, Refused
 from weightsync.protocol import BeginOrder, Manifest, Retained
 from weightsync.transport import digest
 from weightsync.transport.channel import Channel, parts, send_all
+from weightsync.transport.memory import HostMemory
 from weightsync.transport.packing import plan_buckets
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,14 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def memory(self, update_id: str, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> tuple[torch.Tensor | None, str]:
+    def memory(self, update_id: str, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> tuple[HostMemory | None, str]:
         """Shared memory for a stream, and its file's name; None where there is no room for it: then nothing is kept.
 
         Args:
             stopped: asked now and then, for gigabytes take seconds; then it is None, too.
 
         Returns:
-            Shape [nbytes], uint8, zeros. Its pages are there already, so that writing to it can't fail.
+            Zeros. Its pages are there already, so that writing to it can't fail.
         """
         file = self.path / f"{update_id}.bytes"
         try:
@@ -70,8 +71,8 @@ class Folder:
                         file.unlink()
                         return None, ""
                     os.posix_fallocate(stream.fileno(), start, min(_RUN, nbytes - start))
-            return _mapped(file, nbytes), file.name
-        except (OSError, RuntimeError) as exc:
+            return HostMemory(nbytes, file), file.name
+        except (OSError, ValueError) as exc:
             with contextlib.suppress(OSError):
                 file.unlink()
             logger.warning(
@@ -140,7 +141,7 @@ class Folder:
             manifest = decode(Manifest, json.loads((self.path / f"{head.plan_hash}.manifest").read_bytes()))
             raw = (self.path / f"{head.update_id}.digests").read_bytes()
             # It stays as it is for whoever sends it, also when a later update takes its place in the folder.
-            data = _mapped(self.path / head.data, head.nbytes)
+            data = HostMemory(head.nbytes, self.path / head.data).tensor()
             packed = torch.frombuffer(bytearray(raw), dtype=torch.int64).reshape(-1, 2) if raw else torch.empty((0, 2), dtype=torch.int64)
         except (OSError, ValueError, RuntimeError) as exc:
             raise Refused(f"what is kept of update {update_id} can't be read: {exc}", hint="Sync again") from exc
@@ -182,12 +183,6 @@ class Stream:
 def folder_of(order: BeginOrder, rank: int) -> Folder | None:
     """Where the worker of this rank within its engine keeps an update; None where it does not. One has all of the tensors, for all."""
     return Folder(Path(order.keep_in)) if order.keep_in and not rank else None
-
-
-def _mapped(path: Path, nbytes: int) -> torch.Tensor:
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -19,13 +19,13 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigError, TransportFailed
+from weightsync.errors import TransportFailed
+from weightsync.transport.driver import DriverError, calls, context_of, value
 
 _HINT = "Send smaller buckets (bucket_bytes), or set sync.local to off"
 
@@ -126,7 +126,7 @@ def create(nbytes: int, device: torch.device) -> Segment:
     """
     try:
         return _on_device(nbytes, device) if device.type == "cuda" else _on_host(nbytes)
-    except (OSError, _DriverError) as exc:
+    except (OSError, DriverError) as exc:
         raise TransportFailed(f"no shared segment of {nbytes} bytes on {device}: {exc}", hint=_HINT) from exc
 
 
@@ -155,15 +155,15 @@ def attach(descriptor: Descriptor, nbytes: int, device: torch.device) -> Segment
     """
     try:
         if device.type == "cuda":
-            driver = _driver()
-            with _context_of(device):
-                handle = _value(driver, driver.cuMemImportFromShareableHandle(descriptor.number, _handle_type(driver)))
+            driver = calls()
+            with context_of(device):
+                handle = value(driver, driver.cuMemImportFromShareableHandle(descriptor.number, _handle_type(driver)))
                 return _lent(_Mapping(driver, handle, nbytes, device.index or 0), device, None)
         have = os.fstat(descriptor.number)
         if have.st_size < nbytes or not _keeps_its_size(descriptor, have):
             raise TransportFailed(f"a segment of {have.st_size} bytes was handed over, and {nbytes} that nobody can cut short are wanted")
         return _mapped(descriptor, nbytes, None)
-    except (OSError, ValueError, _DriverError) as exc:
+    except (OSError, ValueError, DriverError) as exc:
         raise TransportFailed(f"a shared segment of {nbytes} bytes can't be mapped on {device}: {exc}", hint=_HINT) from exc
 
 
@@ -189,10 +189,6 @@ def _mapped(descriptor: Descriptor, nbytes: int, own: Descriptor | None) -> Segm
 # --- CUDA ----------------------------------------------------------------------------------------
 
 
-class _DriverError(Exception):
-    pass
-
-
 class _Mapping:
     """Memory of the driver's, mapped here; given back with the last tensor on it. Owns `handle` from the first line.
 
@@ -207,10 +203,10 @@ class _Mapping:
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self.address = int(_value(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
-        _value(driver, driver.cuMemMap(self.address, size, 0, handle, 0))
+        self.address = int(value(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
+        value(driver, driver.cuMemMap(self.address, size, 0, handle, 0))
         self._mapped = True
-        _value(driver, driver.cuMemSetAccess(self.address, size, [access], 1))
+        value(driver, driver.cuMemSetAccess(self.address, size, [access], 1))
 
     def __del__(self) -> None:
         driver = self._driver
@@ -218,7 +214,7 @@ class _Mapping:
         with contextlib.suppress(Exception):
             if not self.settled:
                 torch.cuda.synchronize(self.device)
-        with contextlib.suppress(Exception), _context_of(torch.device("cuda", self.device)):
+        with contextlib.suppress(Exception), context_of(torch.device("cuda", self.device)):
             if self._mapped:
                 driver.cuMemUnmap(self.address, self.size)
             if self.address:
@@ -257,18 +253,18 @@ class Spare:
 
 
 def _on_device(nbytes: int, device: torch.device) -> Segment:
-    driver, index = _driver(), device.index or 0
+    driver, index = calls(), device.index or 0
     wanted = driver.CUmemAllocationProp()
     wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     wanted.requestedHandleTypes = _handle_type(driver)
     wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     wanted.location.id = index
-    with _context_of(device):
+    with context_of(device):
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        unit = int(_value(driver, driver.cuMemGetAllocationGranularity(wanted, least)))
+        unit = int(value(driver, driver.cuMemGetAllocationGranularity(wanted, least)))
         size = -(-nbytes // unit) * unit
-        mapping = _Mapping(driver, _value(driver, driver.cuMemCreate(size, wanted, 0)), size, index)
-        number = _value(driver, driver.cuMemExportToShareableHandle(mapping.handle, _handle_type(driver), 0))
+        mapping = _Mapping(driver, value(driver, driver.cuMemCreate(size, wanted, 0)), size, index)
+        number = value(driver, driver.cuMemExportToShareableHandle(mapping.handle, _handle_type(driver), 0))
         return _lent(mapping, device, Descriptor(int(number)))
 
 
@@ -277,32 +273,5 @@ def _lent(mapping: _Mapping, device: torch.device, descriptor: Descriptor | None
     return Segment(torch.as_tensor(loan, device=device), descriptor, loan, mapping)
 
 
-@contextlib.contextmanager
-def _context_of(device: torch.device) -> Iterator[None]:
-    """Have the device's context be this thread's, as calls of the driver need it, without a wait for what the device does."""
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()
-        yield
-
-
 def _handle_type(driver: Any) -> Any:
     return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def _value(driver: Any, answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver gave back besides its code."""
-    code, *values = answer
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise _DriverError(f"the CUDA driver says {getattr(code, 'name', code)}")
-    return values[0] if values else None
-
-
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise ConfigError(
-            "memory of a GPU can't be shared: cuda-bindings is not installed",
-            hint="Install cuda-bindings, which torch's CUDA builds come with, or set sync.local to off",
-        ) from None
-    return driver

@@ -63,7 +63,7 @@ class Receiver:
         connect: returns the communicator of the order's generation, making it if need be.
         dtypes: of what tensors are loaded into, by the tensor's name, where that can differ from what is sent.
         unused: tensors, by their index in the manifest, that need not be kept once they are proved.
-        regions: memory of earlier updates that a trainer on this host may be lent.
+        regions: memory of earlier updates.
 
     Raises:
         MemoryRefused: the stream would not fit where it is to be staged.
@@ -81,7 +81,8 @@ class Receiver:
         unused: Collection[int] = (),
         regions: staging.Regions | None = None,
     ) -> None:
-        self.order, self.rank, self._landing, self._connect, self._dtypes = order, rank, landing, connect, dtypes or {}
+        self.order, self.rank, self._device, self._landing, self._connect = order, rank, device, landing, connect
+        self._dtypes = dtypes or {}
         self._regions = regions or staging.Regions()
         request = order.request
         try:
@@ -92,7 +93,7 @@ class Receiver:
             raise InternalError("trainer and worker computed different bucket plans", hint="Install the same weightsync on both sides")
         self._deadline = time.monotonic() + request.timeout_seconds
         self._cancelled = threading.Event()
-        self.into: staging.Whole | streaming.Passing | None = self._make(device, unused)
+        self.into: staging.Whole | streaming.Passing | None = self._make(unused)
         # Where copies go on a stream of their own, so as not to queue behind the engine's work; memory that it had before is free then.
         self._busy = device if landing.type == "cpu" else landing
         self._allocated = now(self._busy)
@@ -138,7 +139,7 @@ class Receiver:
             raise InternalError("the bytes of this update were let go of", update_id=self.order.request.update_id)
         return self.into
 
-    def _make(self, device: torch.device, unused: Collection[int]) -> staging.Whole | streaming.Passing:
+    def _make(self, unused: Collection[int]) -> staging.Whole | streaming.Passing:
         order, manifest = self.order, self.order.request.manifest
         if order.stage == "none":
             self._regions.drop()
@@ -150,11 +151,9 @@ class Receiver:
         # What is kept when it is committed had better be on the host from the start: copying it there takes time.
         stage = "host" if order.retain and order.stage == "auto" else order.stage
         spared = sum(manifest.tensors[index].nbytes for index in unused)
-        where = (self.plan, stage, device, self._landing, spared)
-        if self.rank in order.communicator.local.get(str(order.engine), ()):
-            return staging.Whole(manifest, self.plan, self._regions.allocate(*where), unused)
-        self._regions.drop()
-        return staging.Whole(manifest, self.plan, staging.allocate(*where), unused)
+        lent = self.rank in order.communicator.local.get(str(order.engine), ())
+        memory = self._regions.allocate(self.plan, stage, self._device, self._landing, spared, lent)
+        return staging.Whole(manifest, self.plan, memory, unused)
 
     def _run(self) -> None:
         began = time.monotonic()
@@ -165,6 +164,8 @@ class Receiver:
             if folder is not None and isinstance(into, staging.Whole) and into.device.type == "cpu":
                 memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes, self._cancelled.is_set)
                 into.move(memory, folder.path / file)
+            if isinstance(into, staging.Whole):
+                into.show(self._device)
             communicator = self._connect()
             self.seconds["connect"] = time.monotonic() - began
             into = self.into

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import torch
@@ -27,11 +28,13 @@ import torch
 from weightsync.errors import MemoryRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import Manifest
 from weightsync.transport.digest import Digest
-from weightsync.transport.memory import huge_pages, let_go, small_pages
+from weightsync.transport.memory import HostMemory, huge_pages, let_go, small_pages
 from weightsync.transport.packing import Bucket, BucketPlan, Piece
 from weightsync.transport.segment import Segment, Spare, create, of_file
 from weightsync.worker.loadmap import LoadMap
 
+#: Where a stream is staged: what nobody else maps, what a trainer can be lent, what a GPU's driver knows.
+Memory: TypeAlias = torch.Tensor | Segment | HostMemory
 #: Share of the free memory that staging may take: of the host's, and of a device's that was asked for.
 _SHARE = 0.8
 #: Of a device's, when nobody asked for it: the engine allocates there while it serves.
@@ -74,7 +77,7 @@ class Staged:
                 yield name, self.tensor(index)
             taken.append(spec.name)
 
-    def on_host(self, memory: torch.Tensor | None = None, file: str = "", stopped: Callable[[], bool] = lambda: False) -> Staged:
+    def on_host(self, memory: HostMemory | None = None, file: str = "", stopped: Callable[[], bool] = lambda: False) -> Staged:
         """The same in host memory; itself if it is there already.
 
         Args:
@@ -83,9 +86,12 @@ class Staged:
         """
         if self.data.device.type == "cpu":
             return self
-        data = torch.empty(self.data.numel(), dtype=torch.uint8) if memory is None else memory
+        memory = memory or HostMemory(self.data.numel())
+        data = memory.tensor()
         if self.unused:
             small_pages(data)
+        else:
+            memory.show(self.data.device)
         for index, spec in enumerate(self.manifest.tensors):
             if index not in self.unused and not stopped():
                 run = slice(self.offsets[index], self.offsets[index] + spec.nbytes)
@@ -98,29 +104,39 @@ class Whole:
 
     Args:
         plan, manifest: of the update.
-        data: from `allocate`; or from `Regions.allocate`, what a trainer may be lent.
+        data: from `Regions.allocate`.
         unused: indices of tensors that need not be kept once they are proved.
 
     Attributes:
         lent: what `data` is, where a trainer may be lent it.
     """
 
-    def __init__(self, manifest: Manifest, plan: BucketPlan, data: torch.Tensor | Segment, unused: Collection[int] = ()) -> None:
+    def __init__(self, manifest: Manifest, plan: BucketPlan, data: Memory, unused: Collection[int] = ()) -> None:
         self._manifest, self._offsets, self._unused = manifest, plan.offsets, frozenset(unused)
         self.lent = data if isinstance(data, Segment) else None
-        self.data = data.tensor[: plan.stream_bytes] if isinstance(data, Segment) else data
+        self._host = data if isinstance(data, HostMemory) else None
+        if isinstance(data, torch.Tensor):
+            self.data = data
+        else:
+            whole = data.tensor() if isinstance(data, HostMemory) else data.tensor
+            self.data = whole[: plan.stream_bytes]
         self._file = ""
 
     @property
     def device(self) -> torch.device:
         return self.data.device
 
-    def move(self, memory: torch.Tensor | None, file: Path) -> None:
+    def move(self, memory: HostMemory | None, file: Path) -> None:
         """Before the first byte: have it come to lie in a file (`retained.Folder.memory`), where there is room for that."""
         if memory is not None:
-            self.data, self._file = memory, file.name
+            self.data, self._host, self._file = memory.tensor(), memory, file.name
             if self.lent is not None:
-                self.lent = of_file(file, memory) if memory.numel() else None  # nothing of a file can't be mapped
+                self.lent = of_file(file, self.data) if memory.nbytes else None  # nothing of a file can't be mapped
+
+    def show(self, device: torch.device) -> None:
+        """Before the first byte: have the worker's GPU know the memory, where it is the host's (`HostMemory.show`)."""
+        if self._host is not None and not self._unused:
+            self._host.show(device)
 
     def lend(self) -> Segment | None:
         """What a trainer may be lent now, its pages there; None where there is nothing to lend.
@@ -161,9 +177,10 @@ class Whole:
 
         The addresses stay taken until that one ends, so that nothing else can come to lie there; what they hold is undefined.
         What a trainer was lent goes with the last who has it mapped: taken away under one that still writes, it would have to be
-        found anew, and where there is none left the system ends the trainer.
+        found anew, and where there is none left the system ends the trainer. What a GPU's driver knows stays, for the next update: no
+        broadcast goes there.
         """
-        if self.lent is None:
+        if self.lent is None and not (self._host is not None and self._host.shown):
             let_go(self.data)
 
     def update(self, load_map: LoadMap, skipped: Collection[str]) -> Staged:
@@ -179,74 +196,85 @@ def view_of(data: torch.Tensor, manifest: Manifest, offsets: tuple[int, ...], in
 
 
 class Regions:
-    """Memory for whole streams that a trainer can be lent, from update to update.
+    """Memory for whole streams, from update to update.
 
-    On a GPU it is kept for the next update, as torch's allocator keeps its blocks: making, exporting and mapping gigabytes there takes
-    milliseconds, about what copying them does. Unlike torch's it does not go by itself when the process runs short. It goes when the
-    engine sleeps, and when the next update is staged elsewhere or does not fit. Only what the trainer has unmapped is kept: one that hangs
-    and comes back could write to what it still has mapped. Memory of the host goes with each update, as it always did.
+    On a GPU it is such that a trainer can be lent it, and is kept for the next update, as torch's allocator keeps its blocks: making,
+    exporting and mapping gigabytes there takes milliseconds, about what copying them does. Unlike torch's it does not go by itself when the
+    process runs short. Only what the trainer has unmapped is kept: one that hangs and comes back could write to what it still has mapped.
+
+    Of the host it is kept where a GPU's driver knows it: taking its pages and telling the driver takes seconds. Else it goes with
+    each update.
+
+    It goes when the engine sleeps, and when the next update is staged elsewhere or does not fit.
     """
-
-    #: Whether memory of a GPU is kept between updates. A switch, to be set by what is measured.
-    KEEP = True
 
     def __init__(self) -> None:
         self._spare: Spare | None = None
+        self._host: list[HostMemory] = []  # two at most: of the update that is kept to come back to, and of the next
 
     def allocate(
-        self, plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int = 0
-    ) -> torch.Tensor | Segment:
-        """As `allocate`, with its errors; a segment where a trainer can write what lands on `landing`."""
+        self, plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int = 0, lent: bool = True
+    ) -> Memory:
+        """Memory for a whole stream.
+
+        Args:
+            plan: of the update.
+            stage: `auto`, `host` or `gpu`.
+            device: the worker's.
+            landing: where the transport puts buckets.
+            spared: bytes of tensors that are not kept, where they lie on the host.
+            lent: whether it comes from a trainer on this host; a segment then, where it can write what lands on `landing`.
+
+        Returns:
+            Of at least the stream's bytes, uninitialised.
+
+        Raises:
+            MemoryRefused: it would not fit, or a bucket would not fit on the device where buckets land.
+        """
         fits = landing.type == device.type and stage != "host" and self._spare is not None and self._spare.nbytes >= plan.stream_bytes
-        again = self._spare.segment() if fits and self._spare is not None else None
-        self.drop()  # before it is looked what is free
+        again = self._spare.segment() if lent and fits and self._spare is not None else None
+        self._spare = None  # before it is looked what is free
         if again is not None:
+            self._host = []
             return again
-        where = _place(plan, stage, device, landing, spared)
-        if where.type != landing.type or (spared and where.type == "cpu"):
-            return _memory(plan, where, spared)
-        try:
-            return create(max(1, plan.stream_bytes), where)
-        except TransportFailed as exc:
-            hint = "Set sync.stage to host, or sync.local to off"
-            raise MemoryRefused(f"staging needs {plan.stream_bytes} bytes that a trainer can map: {exc.message}", hint=hint) from exc
+        self._host = [memory for memory in self._host if not memory.free or memory.nbytes >= plan.stream_bytes]
+        ready = next((memory for memory in self._host if memory.free), None)
+        where = _place(plan, stage, device, landing, spared, ready.nbytes if ready else 0)
+        on_segment = lent and where.type == landing.type and not (spared and where.type == "cpu")
+        if device.type == "cuda" and where.type == "cpu" and not spared and not on_segment:
+            if ready is None:
+                ready = HostMemory(plan.stream_bytes)
+                huge_pages(ready.tensor())
+                self._host = [*self._host[-1:], ready]
+            return ready
+        self._host = [memory for memory in self._host if not memory.free]
+        return _segment(plan, where) if on_segment else _memory(plan, where, spared)
 
     def keep(self, segment: Segment) -> None:
         """Nobody writes to this any more but its worker: keep its memory, for when it is let go of here as well."""
-        if self.KEEP:
-            self._spare = segment.spare()
+        self._spare = segment.spare()
 
     def drop(self) -> None:
         """Give back what is kept."""
-        self._spare = None
+        self._spare, self._host = None, []
 
 
-def allocate(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int = 0) -> torch.Tensor:
-    """Memory for a whole stream.
-
-    Args:
-        plan: of the update.
-        stage: `auto`, `host` or `gpu`.
-        device: the worker's.
-        landing: where the transport puts buckets.
-        spared: bytes of tensors that are not kept, where they lie on the host.
-
-    Returns:
-        Shape [stream bytes], uint8, uninitialised.
-
-    Raises:
-        MemoryRefused: it would not fit, or a bucket would not fit on the device where buckets land.
-    """
-    return _memory(plan, _place(plan, stage, device, landing, spared), spared)
+def _segment(plan: BucketPlan, where: torch.device) -> Segment:
+    try:
+        return create(max(1, plan.stream_bytes), where)
+    except TransportFailed as exc:
+        hint = "Set sync.stage to host, or sync.local to off"
+        raise MemoryRefused(f"staging needs {plan.stream_bytes} bytes that a trainer can map: {exc.message}", hint=hint) from exc
 
 
-def _place(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int) -> torch.device:
+def _place(plan: BucketPlan, stage: str, device: torch.device, landing: torch.device, spared: int, ready: int) -> torch.device:
+    """Where the stream goes; `ready` bytes of the host are there for it already."""
     on_device = _on_device(plan.stream_bytes, stage, device)
     two_buckets = min(2 * plan.bucket_bytes, plan.stream_bytes)  # one is moved while the next arrives
     if landing.type == "cuda" and not on_device:
         require_room(two_buckets, landing, "two buckets take", "Send smaller buckets (bucket_bytes)")
     where = device if on_device else torch.device("cpu")
-    kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets)
+    kept = plan.stream_bytes if on_device else min(plan.stream_bytes, plan.stream_bytes - spared + two_buckets) - ready
     require_room(kept, where, "staging needs", "Set sync.stage to host, or give the KV cache less")
     return where
 
