@@ -282,7 +282,8 @@ def structure(model: torch.nn.Module) -> dict[str, Any]:
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     infos = {path: layerwise.get_layerwise_info(layer) for path, layer in model.named_modules()}
     functions = ("get_numel_loaded", "materialize_layer", "_copy_and_restore_kernel_tensors", "_get_original_loader")
-    loaders = {path: getattr(tensor, "weight_loader", None) for path, tensor in tensors.items()}
+    # What attention leaves of a projection that it has absorbed is nothing, made anew each time, and gets its loader when the next is due.
+    loaders = {path: getattr(tensor, "weight_loader", None) for path, tensor in tensors.items() if tensor.numel()}
     return {
         "tensors": {path: (t.device.type, t.data_ptr(), t.dtype, t.shape, t.stride()) for path, t in tensors.items()},
         "loaders": {path: getattr(loader, "__qualname__", "") for path, loader in loaders.items()},
