@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -184,12 +185,21 @@ class Trainer:
         self.process.kill()
         self.close()
 
-    def close(self, seconds: float = 60.0) -> int:
-        """Let it end its update; its exit status."""
+    def close(self, seconds: float = 120.0) -> int:
+        """Let it end its update, which has a minute; its exit status.
+
+        Raises:
+            TimeoutExpired: it does not end; `trainer.log` says where its threads stand.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        code = self.process.wait(seconds)
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            raise
         self._reader.join(seconds)
         self.process.stdout.close()
         return code
