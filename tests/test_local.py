@@ -408,7 +408,7 @@ def test_the_trainer_and_the_others_learn_at_once_that_a_worker_was_killed(stage
         some_stage.trainer.result()
     assert time.monotonic() - killed < 3.0
     if victim < some_stage.local:
-        assert f"worker {victim} of engine 0 is gone" in caught.value.message
+        assert f"worker {victim} of engine 0 is gone" in caught.value.message and caught.value.engine == 0
     for rank, worker in enumerate(some_stage.workers):
         if rank != victim:
             error, at = worker.result()

@@ -127,7 +127,7 @@ class Listener:
         elif member not in members or member in found:
             why = f"worker {member[1]} of engine {member[0]} is not waited for"
         else:
-            wire.peer = f"worker {member[1]} of engine {member[0]}"
+            wire.peer, wire.engine = f"worker {member[1]} of engine {member[0]}", member[0]
             wire.tell(time.monotonic() + PARTING_SECONDS, never, welcome=True)
             return member
         wire.part(why)

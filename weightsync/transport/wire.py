@@ -58,6 +58,7 @@ class Wire:
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.peer, self._socket, self._using = peer, connected, threading.Lock()
+        self.engine: int | None = None  # where a worker is at the other end
         connected.setblocking(False)
         pid, uid = peer_of(connected)
         if uid not in (os.geteuid(), 0):
@@ -150,7 +151,7 @@ class Wire:
             if cancelled():
                 raise Aborted("the update was aborted while bytes were on their way")
             if time.monotonic() >= deadline:
-                raise TransportFailed(f"{self.peer} did not answer before the deadline", hint="It hangs; sync again")
+                raise TransportFailed(f"{self.peer} did not answer before the deadline", hint="It hangs; sync again", engine=self.engine)
 
     def _try(self, step: Callable[[], Any]) -> Any:
         try:
@@ -173,7 +174,8 @@ class Wire:
 
     def left(self) -> TransportFailed:
         """What to raise when the peer has left."""
-        return TransportFailed(f"{self.peer} is gone: it died or left", hint="Sync again: a new connection is made")
+        what = f"{self.peer} is gone: it died or left"
+        return TransportFailed(what, hint="Sync again: a new connection is made", engine=self.engine)
 
 
 def closed() -> TransportFailed:
