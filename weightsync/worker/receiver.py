@@ -159,15 +159,10 @@ class Receiver:
         began = time.monotonic()
         into = self.into
         try:
-            # A partial update is taken over into what is kept, when it counts.
-            folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
-            if folder is not None and isinstance(into, staging.Whole) and into.device.type == "cpu":
-                memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes, self._cancelled.is_set)
-                into.move(memory, folder.path / file)
-            if isinstance(into, staging.Whole):
-                into.show(self._device)
             communicator = self._connect()
             self.seconds["connect"] = time.monotonic() - began
+            if isinstance(into, staging.Whole):
+                self._take_pages(into)
             into = self.into
             if into is None:
                 raise TransportFailed("the update was discarded before its first byte")
@@ -184,6 +179,15 @@ class Receiver:
             if self.error is not None and isinstance(into, staging.Whole):
                 into.let_go()
             self.seconds["receive"] = time.monotonic() - began - self.seconds.get("connect", 0.0)
+
+    def _take_pages(self, into: staging.Whole) -> None:
+        """Have the host's memory there, where bytes go to that: seconds for many gigabytes, in which everybody has met already."""
+        # A partial update is taken over into what is kept, when it counts.
+        folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
+        if folder is not None and into.device.type == "cpu":
+            memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes, self._cancelled.is_set)
+            into.move(memory, folder.path / file)
+        into.show(self._device)
 
     def _fail(self, error: WeightSyncError) -> None:
         # Without its traceback, whose frames would hold the bytes for as long as somebody keeps the error.
