@@ -96,6 +96,13 @@ def _count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
+def _copies(runs: Sequence[Any], sums: torch.Tensor) -> None:
+    """What is left of adding up digests where nobody adds."""
+    for data, _, _, _, into in runs:
+        if into is not None:
+            into.copy_(data)
+
+
 class Side:
     """One of the two processes.
 
@@ -156,7 +163,7 @@ class Side:
             yield lambda: self._bare(size, ready)
             return
         blind = way in ("packed", "staged")
-        with patch.object(digest, "_adder", lambda device: lambda *_: None) if blind else contextlib.nullcontext():
+        with patch.object(digest, "_adder", lambda device: _copies) if blind else contextlib.nullcontext():
             if self.rank == 0:
                 yield lambda: self._send(bucket_bytes)
             elif way == "packed":

@@ -266,17 +266,19 @@ def test_bytes_on_another_device_than_the_batch_are_refused() -> None:
 
 
 class Kernel:
-    """Stands in for the module with the fused kernel; `wrong` makes its sums so."""
+    """Stands in for the module with the fused kernel; `wrong` makes its sums so, and without `copies` it writes nothing."""
 
-    def __init__(self, wrong: int = 0) -> None:
-        self.wrong = wrong
+    def __init__(self, wrong: int = 0, copies: bool = True) -> None:
+        self.wrong, self.copies = wrong, copies
         self.formats: list[tuple[int, int, int]] = []
 
-    def add(self, runs: list[tuple[torch.Tensor, int, int]], block: int, out: torch.Tensor, bits: int, sign: int) -> None:
+    def add(
+        self, runs: list[tuple[torch.Tensor, int, int, torch.Tensor | None]], block: int, out: torch.Tensor, bits: int, sign: int
+    ) -> None:
         assert block == BLOCK
         self.formats.append((bits, sign, len(runs)))
-        for data, first, row in runs:
-            digest._by_operations(digest._dots, 1, [(data.cpu(), first, row, None)], out)
+        for data, first, row, into in runs:
+            digest._by_operations(digest._dots, 1, [(data.cpu(), first, row, None, into if self.copies else None)], out)
             out[row, 0] += self.wrong
             out[row, 2] = 0x7F80
 
@@ -296,11 +298,14 @@ def test_where_the_kernel_does_not_run_one_line_says_why_and_operations_do_it(
     assert [said in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_kernel_whose_sums_are_not_a_cpus_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_sums_are_not_a_cpus_or_that_does_not_copy_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     provide(Kernel(), monkeypatch)
     digest._prove_kernel(torch.device("cpu"))
     provide(Kernel(wrong=1), monkeypatch)
     with pytest.raises(ArithmeticError, match="not those of a CPU"):
+        digest._prove_kernel(torch.device("cpu"))
+    provide(Kernel(copies=False), monkeypatch)
+    with pytest.raises(ArithmeticError, match="copies are not what was read"):
         digest._prove_kernel(torch.device("cpu"))
 
 
@@ -369,6 +374,14 @@ def test_the_written_form_has_32_digits() -> None:
 
 def test_every_kind_of_number_is_prepared_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(digest, "_adder", lambda device: lambda runs, sums: seen.extend(peak.bits if peak else 0 for *_, peak in runs))
+    monkeypatch.setattr(digest, "_adder", lambda device: lambda runs, sums: seen.extend(peak.bits if peak else 0 for *_, peak, _ in runs))
     digest.prepare(torch.device("cpu"), ["bfloat16", "float32", "int8", "bfloat16"])
     assert seen == [16, 32, 0]
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 77, 8 * digest.BLOCK + 3])
+def test_bytes_are_copied_where_they_are_to_go(length: int) -> None:
+    data, into = torch.arange(length, dtype=torch.int64).to(torch.uint8), torch.full((length,), 0xEE, dtype=torch.uint8)
+    batch = digest.Batch(1, torch.device("cpu"))
+    batch.add(data, 8, into=into)
+    assert torch.equal(into, data) and batch.results() == [digest.digest_bytes(data, 8)]

@@ -60,6 +60,20 @@ def test_bytes_at_any_address_have_the_same_digest(shift: int, offset: int) -> N
     assert digest.digest_bytes(data.to(CUDA)[shift:], offset) == digest.digest_bytes(data[shift:], offset)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("shift", "there"), [(0, 0), (16, 64), (8, 64), (3, 0), (0, 5), (7, 7)])
+@pytest.mark.usefixtures("way")
+def test_bytes_are_copied_in_the_same_read_and_none_beside_them(length: int, shift: int, there: int) -> None:
+    data, room = random_bytes(length + shift, seed=length), torch.full((length + there + 99,), 0xEE, dtype=torch.uint8, device=CUDA)
+    into = room[there : there + length]
+    batch, source = digest.Batch(2, CUDA), data.to(CUDA)[shift:]
+    batch.add(source[: length // 16 * 8], 0, into=into[: length // 16 * 8])
+    batch.add(source[length // 16 * 8 :], length // 16 * 8, into=into[length // 16 * 8 :])
+    assert digest.add(*batch.results()) == digest.digest_bytes(data[shift:])
+    assert torch.equal(into, source)
+    assert room[:there].eq(0xEE).all() and room[there + length :].eq(0xEE).all()
+
+
 @pytest.mark.parametrize("dtype", finite._FORMATS)
 @pytest.mark.parametrize("length", LENGTHS[:-1])
 @pytest.mark.usefixtures("way")

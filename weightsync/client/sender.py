@@ -6,7 +6,7 @@ them where they lie in a worker's own memory. On CUDA the packing thread only as
 broadcasting one waits for those of its bucket. A bucket is posted behind the one that travels, so that
 the transport need not wait for us between them. Tensors are read in the packing thread, each once, in
 the manifest's order; one is let go of when its last piece is packed, so that of tensors
-that are gathered to be read there is one at a time, and small ones on CUDA, which are copied together.
+that are gathered to be read there is one at a time, and on CUDA small ones, which are copied together.
 When the last is packed they may change again.
 
 An error carries none of the memory that was packed into: a worker's would stay mapped for as long as somebody keeps the error.
@@ -31,17 +31,12 @@ from weightsync.transport import digest
 from weightsync.transport.beside import Beside, Job, now, on_stream, settle
 from weightsync.transport.channel import Outlet, parts, send_all
 from weightsync.transport.ground import Ground
-from weightsync.transport.packing import Bucket, BucketPlan, Piece
+from weightsync.transport.packing import Bucket, BucketPlan
 
 #: Called after each bucket with (bytes sent, bytes in all).
 Progress = Callable[[int, int], None]
-#: On CUDA runs of fewer bytes are copied together: a launch of its own takes longer than such a copy.
-_SMALL_BYTES = 256 << 10
-#: So many of them at most, which are held for so long.
-_MOST_SMALL = 64
-
-#: A bucket's digests to come, and whose they are, in that order.
-_Packed = tuple[digest.Batch, list[Piece]]
+#: On CUDA a bucket is copied by one launch, for which its tensors have to be there; of those made to be read so many bytes are held.
+_MOST_WAITING = 16 << 20
 
 
 class Sender:
@@ -60,6 +55,7 @@ class Sender:
         self._read = 0  # tensors so far
         self._sent = 0  # bytes that are there
         self._current: torch.Tensor | None = None  # bytes of the one that was read last
+        self._made = False  # whether they were made to be read
         self._packing: Beside | None = None
         #: By step. `ground`: until there is memory to pack into. `export` and `pack`: of the packing thread, to read tensors and to copy
         #: them, or on CUDA to ask for that. `await_pack`, `broadcast`: of the other one. `settle`: until local workers have seen all.
@@ -115,13 +111,13 @@ class Sender:
 
     def _packed(self, outlet: Outlet, ground: Ground, packing: Beside, on_read: Callable[[], None]) -> Iterator[list[torch.Tensor]]:
         """What is posted of each bucket, when it is packed; those behind it are packed meanwhile."""
-        buckets, jobs = self._plan.buckets, deque[Job[_Packed]]()
+        buckets, jobs = self._plan.buckets, deque[Job[digest.Batch]]()
         for number, bucket in enumerate(buckets):
             began = time.monotonic()
             # Where buffers take turns: all but the last bucket are settled, and their buffers free.
             for ahead in range(number + len(jobs), min(max(number - 1, 0) + ground.ahead, len(buckets))):
                 jobs.append(packing.submit(functools.partial(self._fill, ahead, ground, on_read)))
-            digests = self._digests(bucket, *packing.result(jobs.popleft()))
+            digests = self._digests(bucket, packing.result(jobs.popleft()))
             self.seconds["await_pack"] += time.monotonic() - began
             yield parts(ground.window(number, bucket), digests.to(outlet.device))
 
@@ -130,15 +126,15 @@ class Sender:
         if self._progress is not None:
             self._progress(self._sent, self._offer.manifest.nbytes)
 
-    def _digests(self, bucket: Bucket, batch: digest.Batch, pieces: list[Piece]) -> torch.Tensor:
+    def _digests(self, bucket: Bucket, batch: digest.Batch) -> torch.Tensor:
         """What is broadcast behind a bucket that has been packed."""
-        for piece, part in zip(pieces, batch.results(), strict=True):
+        for piece, part in zip(bucket.pieces, batch.results(), strict=True):
             self._partial[piece.tensor] = digest.add(self._partial.get(piece.tensor, digest.ZERO), part)
         return digest.pack([self._partial.pop(index, digest.ZERO) for index in bucket.complete])
 
     # --- the packing thread --------------------------------------------------------------------
 
-    def _fill(self, number: int, ground: Ground, on_read: Callable[[], None]) -> _Packed:
+    def _fill(self, number: int, ground: Ground, on_read: Callable[[], None]) -> digest.Batch:
         """Pack the bucket of this number."""
         bucket = self._plan.buckets[number]
         began, before = time.monotonic(), self.seconds["export"]
@@ -150,26 +146,13 @@ class Sender:
         self.seconds["pack"] += time.monotonic() - began - (self.seconds["export"] - before)
         return packed
 
-    def _pack(self, bucket: Bucket, window: torch.Tensor) -> _Packed:
+    def _pack(self, bucket: Bucket, window: torch.Tensor) -> digest.Batch:
         """Copy a bucket's pieces into its window, and begin to add up their digests; zeros where there would be anything at all.
 
         Args:
             window: shape [the bucket's bytes], uint8.
         """
-        batch, pieces = digest.Batch(len(bucket.pieces), window.device), list[Piece]()
-        together: list[tuple[Piece, torch.Tensor, torch.Tensor]] = []
-        small = _SMALL_BYTES if window.device.type == "cuda" else 0
-
-        def packed(piece: Piece, target: torch.Tensor) -> None:
-            batch.add(target, piece.tensor_offset)
-            pieces.append(piece)
-
-        def copy_together() -> None:
-            torch._foreach_copy_([target for _, target, _ in together], [source for _, _, source in together])
-            for piece, target, _ in together:
-                packed(piece, target)
-            together.clear()
-
+        batch, waiting = digest.Batch(len(bucket.pieces), window.device), 0
         for piece, target in zip(bucket.pieces, _targets(bucket, window), strict=True):
             source = self._bytes(piece.tensor)
             end = piece.tensor_offset + piece.nbytes
@@ -177,18 +160,14 @@ class Sender:
                 source = source[piece.tensor_offset : end]
             if end == self._offer.manifest.tensors[piece.tensor].nbytes:
                 self._current = None
-            if piece.nbytes < small:
-                together.append((piece, target, source))
-                if len(together) == _MOST_SMALL:
-                    copy_together()
-            else:
-                target.copy_(source)
-                packed(piece, target)
+            batch.add(source, piece.tensor_offset, into=target)
+            waiting += piece.nbytes if self._made else 0
             del source  # before the next is read
-        if together:
-            copy_together()
+            if waiting >= _MOST_WAITING:
+                batch.start()
+                waiting = 0
         batch.start()
-        return batch, pieces
+        return batch
 
     def _bytes(self, index: int) -> torch.Tensor:
         """The bytes of a tensor, of which this is the first piece or one behind it."""
@@ -212,8 +191,10 @@ class Sender:
                 hint="Change the model's tensors between updates only",
                 names=[spec.name],
             )
+        data = digest.as_bytes(tensor)
+        self._made = not self._offer.resident(self._read) or data.data_ptr() != tensor.data_ptr()
         self._read += 1
-        return digest.as_bytes(tensor)
+        return data
 
 
 def _targets(bucket: Bucket, window: torch.Tensor) -> list[torch.Tensor]:

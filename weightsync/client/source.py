@@ -140,6 +140,10 @@ class Offer:
             _settle(self.device)
         return self._gathered.pop(index)
 
+    def resident(self, index: int) -> bool:
+        """Whether reading a tensor makes nothing: it is there, and stays."""
+        return (held := self._held(index)) is not None and held.device == self.device
+
     def take_part(self, run: int) -> None:
         """Another rank reads a run: give it this rank's part."""
         given = self._from_source(self.runs[run])

@@ -13,8 +13,8 @@ digest of the whole, which is what buckets and shards need. Against accident,
 not against an adversary: the coefficients are public.
 
 Who looks at the values (`finite.Peak`) is shown each run of words while it lies in the
-cache, so that both take one read of the memory. On a CUDA device one kernel does both
-(`fused`); where it can't run, the same sums run there as torch operations.
+cache, so that both take one read of the memory. On a CUDA device one kernel does both, and copies the bytes where
+they are to go (`fused`); where it can't run, the same sums run there as torch operations.
 
 Not covered: tensors of one batch on several devices.
 """
@@ -57,17 +57,21 @@ class Batch:
         self._peaks: list[Peak | None] = []
         self._noted: list[_Run] = []
 
-    def add(self, data: torch.Tensor, offset: int = 0, peak: Peak | None = None) -> None:
+    def add(self, data: torch.Tensor, offset: int = 0, peak: Peak | None = None, into: torch.Tensor | None = None) -> None:
         """Add a run of bytes that begins `offset` bytes into its tensor.
 
         Args:
             data: shape [n], dtype uint8, contiguous, at any address.
             offset: bytes; a multiple of 8.
             peak: looks at the values in the same read.
+            into: the like, where the bytes are copied to in the same read. With it the bytes may lie on another device, from where
+                they are copied at once.
 
         Raises:
             ValueError: wrong dtype, shape or device, or an offset that splits a word.
         """
+        if into is not None and (data.device != into.device or into.device.type == "cpu"):
+            data, into = into.copy_(data), None
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise ValueError(f"want contiguous uint8 of one dimension, got {data.dtype} {tuple(data.shape)}")
         if data.device != self._sums.device:
@@ -75,7 +79,7 @@ class Batch:
         if offset % 8:
             raise ValueError(f"offset {offset} splits an 8-byte word")
         if data.numel():
-            self._noted.append((data, offset // 8, len(self._peaks), peak))
+            self._noted.append((data, offset // 8, len(self._peaks), peak, into))
         self._peaks.append(peak)
         if data.device.type == "cpu":  # while the bytes may be in its cache
             self.start()
@@ -148,9 +152,9 @@ def to_hex(digest: Digest) -> str:
     return f"{digest[0]:016x}{digest[1]:016x}"
 
 
-#: Bytes, the number of their first word, which row of sums is theirs, and who looks at them.
-_Run = tuple[torch.Tensor, int, int, Peak | None]
-#: Adds runs to their rows of sums, shape [rows, 3].
+#: Bytes, the number of their first word, which row of sums is theirs, who looks at them, and where they are copied to.
+_Run = tuple[torch.Tensor, int, int, Peak | None, torch.Tensor | None]
+#: Adds runs to their rows of sums, shape [rows, 3], and copies them.
 _Adder = Callable[[list[_Run], torch.Tensor], None]
 #: Adds mixed words, shape [blocks, n], to `sums`; `table` has their coefficients, shape [2, n], and `block` is the first one's number.
 _Terms = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
@@ -172,24 +176,32 @@ def _adder(device: torch.device) -> _Adder:
 
 
 def _prove_kernel(device: torch.device) -> None:
-    sample, sums = torch.arange(77, dtype=torch.uint8, device="cpu"), torch.zeros((2, 3), dtype=torch.int64, device=device)
-    _by_kernel([(sample.to(device), 5, 1, Peak("bfloat16"))], sums)
-    if unpack(sums[1:, :2]) != [digest_bytes(sample, 40)]:
+    """See that sums and copies are those of a CPU: of few bytes, and of some that are read and written by vectors of either width."""
+    samples = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in (77, 20_000, 20_003)]
+    firsts, copies = (5, 5, 0), [torch.zeros_like(sample, device=device) for sample in samples]
+    sums = torch.zeros((len(samples), 3), dtype=torch.int64, device=device)
+    runs = zip(samples, firsts, copies, strict=True)
+    _by_kernel([(sample.to(device), first, row, Peak("bfloat16"), copy) for row, (sample, first, copy) in enumerate(runs)], sums)
+    if unpack(sums[:, :2]) != [digest_bytes(sample, first * 8) for sample, first in zip(samples, firsts, strict=True)]:
         raise ArithmeticError("its sums are not those of a CPU")
+    if not all(torch.equal(copy.cpu(), sample) for copy, sample in zip(copies, samples, strict=True)):
+        raise ArithmeticError("its copies are not what was read")
 
 
 def _by_kernel(runs: list[_Run], sums: torch.Tensor) -> None:
     from weightsync.transport import fused  # needs Triton
 
     formats: dict[tuple[int, int], list[fused.Run]] = {}
-    for data, first, row, peak in runs:
-        formats.setdefault((0, 0) if peak is None else (peak.bits, peak.sign_bits), []).append((data, first, row))
+    for data, first, row, peak, into in runs:
+        formats.setdefault((0, 0) if peak is None else (peak.bits, peak.sign_bits), []).append((data, first, row, into))
     for (bits, sign), alike in formats.items():
         fused.add(alike, BLOCK, sums, bits, sign)
 
 
 def _by_operations(terms: _Terms, most: int, runs: list[_Run], sums: torch.Tensor) -> None:
-    for data, first, row, peak in runs:
+    for data, first, row, peak, into in runs:
+        if into is not None:
+            into.copy_(data)
         whole = data.numel() // 8 * 8
         if whole:
             body = data[:whole]

@@ -1,4 +1,4 @@
-"""Digests and largest magnitudes of many runs of bytes on a CUDA device: one kernel, one read.
+"""Digests and largest magnitudes of many runs of bytes on a CUDA device, and their copies elsewhere: one kernel, one read.
 
 The sums are those of `digest`, bit for bit, reordered so that a word costs two multiplications:
 
@@ -33,11 +33,11 @@ _WARPS = 4
 #: Programs per multiprocessor, as far as there are rows: several rounds, so that none stands idle for long at the end.
 _PROGRAMS = 24
 #: Numbers of a run in the table.
-_FIELDS = 10
+_FIELDS = 11
 
-#: Bytes (shape [n], uint8, contiguous, n at least 1, at any address), the number of their first word within their tensor, and which row
-#: of sums is theirs.
-Run = tuple[torch.Tensor, int, int]
+#: Bytes (shape [n], uint8, contiguous, n at least 1, at any address), the number of their first word within their tensor, which row
+#: of sums is theirs, and where they are copied to (the like; None for nowhere).
+Run = tuple[torch.Tensor, int, int, torch.Tensor | None]
 
 
 @triton.jit
@@ -57,6 +57,15 @@ def _padded(row: tl.tensor, places: tl.tensor, first: tl.tensor, stop: tl.tensor
         value = tl.load(row + byte, mask=(byte >= first * 8) & (byte < stop), other=0)
         words |= value.to(tl.uint64) << (8 * at)
     return words
+
+
+@triton.jit
+def _copied(there: tl.tensor, row: tl.tensor, places: tl.tensor, first: tl.tensor, stop: tl.tensor) -> None:
+    """Copy byte by byte what `_padded` reads."""
+    for at in range(8):
+        byte = places * 8 + at
+        inside = (byte >= first * 8) & (byte < stop)
+        tl.store(there + byte, tl.load(row + byte, mask=inside, other=0), mask=inside)
 
 
 @triton.jit
@@ -82,8 +91,9 @@ def _digest_kernel(
     BITS: tl.constexpr,
     SIGN: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COPIES: tl.constexpr,
 ) -> None:
-    """Add runs to their rows of `out`: two sums and a maximum each.
+    """Add runs to their rows of `out`: two sums and a maximum each; and copy them.
 
     A run's first word is word `column` of row 0, which is block `block`; it ends `stop` bytes into the last row. Its
     `p`-th program takes the columns of group `group + p % groups` in every `step`-th row from `p // groups` on.
@@ -95,6 +105,7 @@ def _digest_kernel(
     rows, stop = tl.load(run + 5).to(tl.int32), tl.load(run + 6).to(tl.int32)
     group, groups, step = tl.load(run + 7).to(tl.int32), tl.load(run + 8).to(tl.int32), tl.load(run + 9).to(tl.int32)
     data = tl.load(run).to(tl.pointer_type(tl.uint8))
+    into = tl.load(run + 10).to(tl.pointer_type(tl.uint8))
     start = (group + program % groups) * COLUMNS
     places = start + tl.arange(0, COLUMNS)
     low = tl.zeros([COLUMNS], dtype=tl.uint64)
@@ -104,11 +115,15 @@ def _digest_kernel(
         first = tl.where(row == 0, column, 0)
         behind = tl.where(row == rows - 1, stop, BLOCK * 8)
         number = tl.full([], 0, tl.int64) + row  # 64 bits: a tensor may have more than 2**31 bytes
-        begin = data + (number * BLOCK - column) * 8
+        begin, there = data + (number * BLOCK - column) * 8, into + (number * BLOCK - column) * 8
         if ALIGNED > 1 and ((start >= first) & ((start + COLUMNS) * 8 <= behind)):
             words = tl.load(tl.multiple_of(begin, ALIGNED).to(tl.pointer_type(tl.uint64)) + places)
+            if COPIES:
+                tl.store(tl.multiple_of(there, ALIGNED).to(tl.pointer_type(tl.uint64)) + places, words)
         else:
             words = _padded(begin, places, first, behind)
+            if COPIES:
+                _copied(there, begin, places, first, behind)
         top = _larger(top, words, BITS, SIGN)
         words ^= words >> 32
         low += words * _splitmix64(number + block + (1 << 40))
@@ -125,38 +140,40 @@ def add(runs: Sequence[Run], block: int, out: torch.Tensor, bits: int, sign: int
     """Start the kernel over runs of bytes; waits for nothing.
 
     Args:
-        runs: at least one, all on the device of `out`; their bytes stay as they are until the kernel has run.
+        runs: at least one, all on the device of `out`; their bytes stay as they are until the kernel has run, and none is another's copy.
         block: words in a block.
         out: shape [rows, 3], dtype int64. A run's sums are added to the first two of its row; the third is raised to
             the largest magnitude's bits.
         bits: of an element; 0 when nobody asks for the maximum.
         sign: of these the upper ones that are no magnitude.
     """
-    by_alignment: dict[int, list[list[int]]] = {}
-    for data, first, row in runs:
-        aligned, entry = _entry(int(data.data_ptr()), int(data.numel()), first, row, block)
-        by_alignment.setdefault(aligned, []).append(entry)
+    alike: dict[tuple[int, bool], list[list[int]]] = {}
+    for data, first, row, into in runs:
+        there = 0 if into is None else int(into.data_ptr())
+        aligned, entry = _entry(int(data.data_ptr()), int(data.numel()), first, row, there, block)
+        alike.setdefault((aligned, into is not None), []).append(entry)
     with torch.cuda.device_of(out):  # Triton launches on the current one
-        for aligned, entries in by_alignment.items():
+        for (aligned, copies), entries in alike.items():
             table, programs = _table(entries, _PROGRAMS * _multiprocessors(out.device))
             count = len(programs)
             numbers = torch.cat([programs, table.view(-1)]).to(out.device, non_blocking=True)
             _digest_kernel[(count,)](
                 numbers[count:], numbers, out,
-                BLOCK=block, COLUMNS=_COLUMNS, FIELDS=_FIELDS, BITS=bits, SIGN=sign, ALIGNED=aligned, num_warps=_WARPS,
+                BLOCK=block, COLUMNS=_COLUMNS, FIELDS=_FIELDS, BITS=bits, SIGN=sign, ALIGNED=aligned, COPIES=copies,
+                num_warps=_WARPS,
             )  # fmt: skip
 
 
-def _entry(address: int, nbytes: int, first: int, row: int, block: int) -> tuple[int, list[int]]:
-    """A run's alignment, and its line of the table but for its programs: how many rows they share out between them."""
+def _entry(address: int, nbytes: int, first: int, row: int, there: int, block: int) -> tuple[int, list[int]]:
+    """A run's alignment, its copy's too, and its line of the table but for its programs: how many rows they share out between them."""
     number, column = divmod(first, block)
     end = column * 8 + nbytes  # from the first row's start
     rows = -(-end // (block * 8))
     stop = end - (rows - 1) * block * 8
     group = column // _COLUMNS if rows == 1 else 0
     groups = -(-(stop if rows == 1 else block * 8) // (_COLUMNS * 8)) - group
-    aligned = next(size for size in (16, 8, 1) if (address - column * 8) % size == 0)
-    return aligned, [address, 0, row, column, number, rows, stop, group, groups, 0]
+    aligned = next(size for size in (16, 8, 1) if (address - column * 8) % size == 0 and (not there or (there - column * 8) % size == 0))
+    return aligned, [address, 0, row, column, number, rows, stop, group, groups, 0, there]
 
 
 def _table(entries: list[list[int]], programs: int) -> tuple[torch.Tensor, torch.Tensor]:
