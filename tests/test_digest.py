@@ -6,7 +6,6 @@ import functools
 import itertools
 import random
 import sys
-from typing import Any
 
 import pytest
 import torch
