@@ -231,6 +231,21 @@ def test_weights_that_are_equal_in_the_engine_are_not_blamed_on_it(
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_weights_with_nan_are_named_with_something_that_can_be_done_here(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(checkpoint("qwen3", 1), tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    assert cli.main(["check", "--model", str(folder), "--identity"]) == 1
+    said = capsys.readouterr().err
+    assert f"{folder}: 1 tensor(s) hold values" in said and "model.norm.weight (1 NaN" in said
+    assert "Give a checkpoint without such values" in said and "allow_nonfinite" not in said
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_values_that_go_stale_fail_the_check_by_name(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
     stale = {"worker_extension_cls": f"{stale_extension.__name__}.StaleExtension"}

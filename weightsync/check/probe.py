@@ -29,7 +29,7 @@ from typing import Any
 from weightsync.check.contents import contents, differing, scratch_rule
 from weightsync.check.engine import OURS, Trainer, contract_report, generate, sealed_memory
 from weightsync.check.inputs import OTHER_VALUES, read_tensors
-from weightsync.errors import ConfigError, EngineDied, WeightSyncError
+from weightsync.errors import BadValues, ConfigError, EngineDied, WeightSyncError
 from weightsync.storage.contract import Contract, Fault, Kind, Slot
 from weightsync.storage.selftest import SelfTest
 from weightsync.worker import tiles
@@ -198,7 +198,12 @@ class Warm:
                 )
 
     def _send(self, name: str, folder: str) -> None:
-        done = self._trainer.sync(read_tensors(Path(folder)))
+        try:
+            done = self._trainer.sync(read_tensors(Path(folder)))
+        except BadValues as exc:
+            exc.message = f"{folder}: {exc.message}"
+            exc.hint = "Give a checkpoint without such values, from before the step that made them: among NaN no stale value can be found"
+            raise
         self.report["repaired"] = max(self.report["repaired"], done["checks"].get("paths_repaired", 0))
         self.report["seconds"][name] = done["seconds"].get("apply", 0.0) + done["seconds"].get("verify", 0.0)
 

@@ -107,6 +107,10 @@ class Ledger:
             self._rightly[status.engine] = status.update_id
         if self.came_late(status):
             status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE, retained=None)
+        # An engine knows what it does, and the book how its last update ended, also when it has restarted since. One that holds what
+        # it was said to have failed at has answered too late.
+        failed = known.failed if (known := self.engines.get(status.engine)) is not None else None
+        status = replace(status, failed=failed if failed and failed.get("update_id") != status.update_id else None)
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
             self.rewinds, self.committed_version, self.committed_update = status.rewinds, status.version, status.update_id
@@ -322,6 +326,7 @@ class Ledger:
                 rewinds=rewinds if verdict.committed else before.rewinds,
                 update_id=update_id if verdict.committed else before.update_id,
                 reason=str((verdict.error or {}).get("code", "")),
+                failed=verdict.error,
             )
 
     def _trim(self) -> None:
