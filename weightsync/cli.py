@@ -191,7 +191,12 @@ def _show(status: FleetStatus) -> None:
                 for v in (e.engine, e.state, e.version, e.pinned, e.update_id, e.url, e.workers, e.vllm_version, _kept(e), e.reason)
             )
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for e in status.engines:
+        if e.failed:
+            error = WeightSyncError.from_dict(e.failed)
+            console.print(f"engine {e.engine}, last update: {error.code}: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _kept(engine: EngineStatus) -> str:

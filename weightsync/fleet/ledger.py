@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
 from weightsync.fleet.left_out import WHOLE, absent, lost, other_base
@@ -107,10 +108,8 @@ class Ledger:
             self._rightly[status.engine] = status.update_id
         if self.came_late(status):
             status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE, retained=None)
-        # An engine knows what it does, and the book how its last update ended, also when it has restarted since. One that holds what
-        # it was said to have failed at has answered too late.
-        failed = known.failed if (known := self.engines.get(status.engine)) is not None else None
-        status = replace(status, failed=failed if failed and failed.get("update_id") != status.update_id else None)
+        if (known := self.engines.get(status.engine)) is not None:
+            status = replace(status, failed=_failed(known, status))
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
             self.rewinds, self.committed_version, self.committed_update = status.rewinds, status.version, status.update_id
@@ -332,6 +331,15 @@ class Ledger:
     def _trim(self) -> None:
         while len(self._updates) > self._history:
             self._updates.popitem(last=False)
+
+
+def _failed(known: EngineStatus, now: EngineStatus) -> dict[str, Any] | None:
+    """How an engine's last update failed: the book knows, also when the engine serves on, or has restarted since.
+
+    One that serves what it was said to have failed at had answered too late.
+    """
+    late = now.state == EngineState.SERVING and (known.failed or {}).get("update_id") == now.update_id
+    return None if late else known.failed
 
 
 def _rank(engine: EngineStatus) -> tuple[int, int]:
