@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
     push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
     push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
-    push.add_argument("--scope", action="append", metavar="PATTERN", help="send only tensors whose names match, such as 'model.layers.0.*'")
+    whole = "all that the engine joins in a module, or none"
+    push.add_argument("--scope", action="append", metavar="PATTERN", help=f"send only these, such as 'model.layers.0.*': {whole}")
     push.add_argument("--base-version", type=int, help="version that a scope builds on; the fleet's when not given")
     push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
     push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
