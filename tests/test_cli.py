@@ -8,17 +8,42 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tests.service import Service
 from tests.test_api import engine, fleet
 from weightsync import cli
 from weightsync.codec import encode
 from weightsync.errors import ApplyFailed
-from weightsync.protocol import FleetStatus
+from weightsync.protocol import EngineState, EngineVerdict, FleetStatus
 
 Shows = Callable[..., str]
+
+
+class Halved(Service):
+    """A service where engine 1 does not commit, and need not."""
+
+    lost = ApplyFailed("no room", engine=1, update_id="u", phase="apply", hint="See its log")
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        answer = super().answer(method, path, body)
+        if path.endswith("/commit"):
+            answer["verdicts"][1] = encode(EngineVerdict(1, False, None, EngineState.QUARANTINED, error=self.lost.to_dict()))
+        return answer
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A checkpoint folder, and a file with the token."""
+    (tmp_path / "checkpoint").mkdir()
+    save_file({"w": torch.ones(25)}, tmp_path / "checkpoint" / "model.safetensors")
+    (tmp_path / "token").write_text("token")
+    return str(tmp_path / "checkpoint"), str(tmp_path / "token")
 
 
 @pytest.fixture
@@ -52,3 +77,21 @@ def test_a_status_says_why_an_engine_that_serves_failed_its_last_update(shows: S
     assert json.loads(shows(status, "--json")) == encode(status)
     entries: list[Any] = json.loads(shows(status, "--json"))["engines"]
     assert [entry["failed"] for entry in entries] == [failed, None]
+
+
+def test_a_push_names_the_engines_that_it_succeeded_without(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with Halved() as service:
+        push = ["push", files[0], "--url", service.url, "--token-file", files[1]]
+        for flags in ([], ["--json"]):
+            assert cli.main([*push, *flags]) == 0
+            out, err = capsys.readouterr()
+            assert (
+                "engine 1 did not commit and is quarantined: apply_failed: no room [update u, engine 1, phase apply]. See its log\n" in err
+            )
+            assert "engine 0" not in err
+            if flags:
+                report = json.loads(out)
+                assert [(v["engine"], v["committed"]) for v in report["verdicts"]] == [(0, True), (1, False)]
+                assert report["verdicts"][1]["error"] == Halved.lost.to_dict() and report["version"] == 2
+            else:
+                assert out.startswith("version 1: 1 tensors, 100 bytes in ")

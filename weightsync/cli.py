@@ -20,11 +20,12 @@ from pydantic import BaseModel
 
 import weightsync
 from weightsync import config
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, InternalError, WeightSyncError
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
     from weightsync.protocol import EngineStatus, FleetStatus
+    from weightsync.results import SyncReport
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
     push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
     push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
+    push.add_argument("--json", action="store_true", help="the report as JSON, every engine's verdict in it")
     _add_client(push)
     push.set_defaults(run=_push)
 
@@ -221,6 +223,8 @@ def _late(status: FleetStatus) -> bool:
 
 
 def _push(args: argparse.Namespace) -> int:
+    """Engines that did not commit are named on standard error, where `sync.require` let the update succeed without them."""
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
     from safetensors.torch import load_file
 
@@ -228,7 +232,8 @@ def _push(args: argparse.Namespace) -> int:
     if not files:
         raise ConfigError(f"checkpoint: got {args.checkpoint}, want a folder with safetensors files")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    with _client(args) as client, Progress("sending", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+    columns = "sending", BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with _client(args) as client, Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("send")
         report = client.sync_weights(
             tensors,
@@ -240,11 +245,24 @@ def _push(args: argparse.Namespace) -> int:
             scope=args.scope,
             base_version=args.base_version,
         )
-    for lost in report.sent_again:
-        print(f"engine {lost.engine} was lost after {lost.seconds:.2f} s ({lost.error['code']}): sent again to the others")
-    size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
-    print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
+    _tell(report, args.json)
     return 0
+
+
+def _tell(report: SyncReport, as_json: bool) -> None:
+    import json
+
+    from weightsync.codec import encode
+
+    for lost in () if as_json else report.sent_again:
+        print(f"engine {lost.engine} was lost after {lost.seconds:.2f} s ({lost.error['code']}): sent again to the others")
+    for verdict in report.verdicts:
+        if not verdict.committed:
+            error = WeightSyncError.from_dict(verdict.error or InternalError("it gave no reason").to_dict())
+            print(f"engine {verdict.engine} did not commit and is {verdict.state}: {error.code}: {error}", file=sys.stderr)
+    size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
+    said = f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms"
+    print(json.dumps(encode(report)) if as_json else said)
 
 
 def _pin(args: argparse.Namespace) -> int:
