@@ -6,6 +6,7 @@ Not covered: `serve`, `demo` and `stop` (`test_lifecycle.py`), `check` (`test_ch
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from safetensors.torch import save_file
 
 from tests.service import Service
 from tests.test_api import engine, fleet
-from weightsync import cli
+from weightsync import WeightSync, cli
+from weightsync.client import Lazy
 from weightsync.codec import encode
-from weightsync.errors import ApplyFailed
-from weightsync.protocol import EngineState, EngineVerdict, FleetStatus
+from weightsync.errors import Aborted, ApplyFailed
+from weightsync.protocol import EngineState, EngineVerdict, FleetStatus, UpdateState, UpdateStatus
 
 Shows = Callable[..., str]
 
@@ -95,3 +97,34 @@ def test_a_push_names_the_engines_that_it_succeeded_without(files: tuple[str, st
                 assert report["verdicts"][1]["error"] == Halved.lost.to_dict() and report["version"] == 2
             else:
                 assert out.startswith("version 1: 1 tensors, 100 bytes in ")
+
+
+def test_an_update_is_aborted_by_its_id_and_its_trainer_is_told_why(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    go = threading.Event()
+
+    def slow() -> torch.Tensor:
+        assert go.wait(10)
+        return torch.ones(3)
+
+    with Service() as service, WeightSync(service.url, "token") as sync:
+        abort = ["abort", "--url", service.url, "--token-file", files[1]]
+        published = sync.publish({"w": Lazy(torch.float32, torch.Size([3]), slow, torch.device("cpu"))}, version=7)
+        for _ in range(2):  # aborted already, it stays so
+            assert cli.main([*abort, published.update_id, "--reason", "the node is needed"]) == 0
+            assert capsys.readouterr().out == f"update {published.update_id} to version 7 is aborted: the node is needed\n"
+        go.set()
+        with pytest.raises(Aborted, match="the node is needed"):
+            sync.commit(published)
+        done = sync.sync_weights({"w": torch.ones(3)}, version=8)
+        assert cli.main([*abort, done.update_id]) == 1
+        assert f"update {done.update_id} to version 8 has ended (committed): there is nothing to abort" in capsys.readouterr().err
+        assert cli.main([*abort, "../status?"]) == 1
+        assert "no update '..%2Fstatus%3F' is known" in capsys.readouterr().err
+        assert cli.main([*abort[:-1], files[1] + "-none", done.update_id]) == 2
+
+
+def test_a_status_names_an_update_that_is_under_way_and_none_that_has_ended(shows: Shows) -> None:
+    update = UpdateStatus("u-9", 4, UpdateState.RECEIVING, 1, 8, 0.0)
+    said = "update u-9 to version 4 is under way (receiving)"
+    assert said in shows(replace(fleet(engine(0)), update=update))
+    assert "u-9" not in shows(replace(fleet(engine(0)), update=replace(update, state=UpdateState.COMMITTED)))

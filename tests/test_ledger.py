@@ -102,7 +102,7 @@ def test_a_second_update_is_told_which_one_is_under_way(state: UpdateState) -> N
     ledger.admit(request("first", 5), 0.0).state = state
     with pytest.raises(UpdateConflict, match=rf"update first to version 5 is under way \({state}\)") as caught:
         ledger.admit(request("second", 6), 0.0)
-    assert caught.value.retryable
+    assert caught.value.retryable and "`weightsync abort first`" in caught.value.hint
     assert caught.value.update_id == "second"
     assert ledger.get("second") is None
 

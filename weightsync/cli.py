@@ -1,4 +1,4 @@
-"""The command line: `serve | demo | status | push | scale | pin | unpin | check | stop`.
+"""The command line: `serve | demo | status | push | abort | scale | pin | unpin | check | stop`.
 
 Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
 `--api.port`, …). Heavy imports happen in the command that needs them.
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import weightsync
 from weightsync import config
-from weightsync.errors import ConfigError, InternalError, WeightSyncError
+from weightsync.errors import ConfigError, InternalError, Refused, WeightSyncError
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
@@ -69,18 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="the status as JSON")
     status.set_defaults(run=_status)
 
-    push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
-    push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
-    push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
-    whole = "all that the engine joins in a module, or none"
-    push.add_argument("--scope", action="append", metavar="PATTERN", help=f"send only these, such as 'model.layers.0.*': {whole}")
-    push.add_argument("--base-version", type=int, help="version that a scope builds on; the fleet's when not given")
-    push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
-    push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
-    push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
-    push.add_argument("--json", action="store_true", help="the report as JSON, every engine's verdict in it")
-    _add_client(push)
-    push.set_defaults(run=_push)
+    _add_updates(commands)
 
     scale = commands.add_parser("scale", help="add engines to a fleet, or take some away, while training goes on")
     scale.add_argument("engines", type=int, help="how many there shall be")
@@ -108,6 +97,27 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)
     return parser
+
+
+def _add_updates(commands: Any) -> None:
+    push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
+    push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
+    push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
+    whole = "all that the engine joins in a module, or none"
+    push.add_argument("--scope", action="append", metavar="PATTERN", help=f"send only these, such as 'model.layers.0.*': {whole}")
+    push.add_argument("--base-version", type=int, help="version that a scope builds on; the fleet's when not given")
+    push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
+    push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
+    push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
+    push.add_argument("--json", action="store_true", help="the report as JSON, every engine's verdict in it")
+    _add_client(push)
+    push.set_defaults(run=_push)
+
+    abort = commands.add_parser("abort", help="end an update that has not been applied; engines serve the version they had")
+    abort.add_argument("update_id", help="as an error or `weightsync status` names it")
+    abort.add_argument("--reason", default="asked for on the command line", help="for its trainer and the log (default: %(default)s)")
+    _add_client(abort)
+    abort.set_defaults(run=_abort)
 
 
 def _add_pins(commands: Any) -> None:
@@ -196,6 +206,8 @@ def _show(status: FleetStatus) -> None:
         )
     console = Console()
     console.print(table)
+    if (update := status.update) is not None and not update.state.final:
+        console.print(f"update {update.update_id} to version {update.version} is under way ({update.state})", soft_wrap=True)
     for e in status.engines:
         if e.failed:
             error = WeightSyncError.from_dict(e.failed)
@@ -263,6 +275,17 @@ def _tell(report: SyncReport, as_json: bool) -> None:
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
     said = f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms"
     print(json.dumps(encode(report)) if as_json else said)
+
+
+def _abort(args: argparse.Namespace) -> int:
+    from weightsync.protocol import UpdateState
+
+    with _client(args) as client:
+        update = client.abort(args.update_id, args.reason)
+    if update.state != UpdateState.ABORTED:
+        raise Refused(f"update {update.update_id} to version {update.version} has ended ({update.state}): there is nothing to abort")
+    print(f"update {update.update_id} to version {update.version} is aborted: {(update.error or {}).get('message', 'no reason is known')}")
+    return 0
 
 
 def _pin(args: argparse.Namespace) -> int:

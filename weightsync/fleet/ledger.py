@@ -81,7 +81,8 @@ class Ledger:
         """Raise `UpdateConflict` where an update is under way, on behalf of another one if that is named."""
         if (busy := self.current) is not None:
             about = f"update {busy.request.update_id} to version {busy.request.version} is under way ({busy.state})"
-            raise UpdateConflict(about, hint="Wait for it to end, or abort it", update_id=update_id)
+            hint = f"Wait for it to end, or abort it (`weightsync abort {busy.request.update_id}`)"
+            raise UpdateConflict(about, hint=hint, update_id=update_id)
 
     @property
     def ready(self) -> int:
