@@ -6,6 +6,7 @@ Not covered: `serve`, `demo` and `stop` (`test_lifecycle.py`), `check` (`test_ch
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,8 @@ from weightsync import WeightSync, cli
 from weightsync.client import Lazy
 from weightsync.codec import encode
 from weightsync.errors import Aborted, ApplyFailed
-from weightsync.protocol import EngineState, EngineVerdict, FleetStatus, UpdateState, UpdateStatus
+from weightsync.place import Retained
+from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, FleetStatus, UpdateState, UpdateStatus
 
 Shows = Callable[..., str]
 
@@ -128,3 +130,39 @@ def test_a_status_names_an_update_that_is_under_way_and_none_that_has_ended(show
     said = "update u-9 to version 4 is under way (receiving)"
     assert said in shows(replace(fleet(engine(0)), update=update))
     assert "u-9" not in shows(replace(fleet(engine(0)), update=replace(update, state=UpdateState.COMMITTED)))
+
+
+OF_AN_UPDATE = "3f2b8c1e9d6a4f0b8c7d5e6f7a8b9c0d"
+HEALTHY = replace(
+    engine(0, version=120), update_id=OF_AN_UPDATE, url="http://127.0.0.1:34567", retained=Retained("u", 3, 0, 1, "h", 16 * 10**9, "u")
+)
+FAILED = replace(engine(1, EngineState.QUARANTINED, None), update_id=OF_AN_UPDATE, url="http://[fd00::17]:4568", reason="verdict_not_ok")
+PINNED = replace(engine(2, version=118), update_id=OF_AN_UPDATE, url="http://127.0.0.1:34569", pinned="eval")
+FIRST = ["engine", "state", "version"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "width", "columns", "left_out"),
+    [
+        ((HEALTHY,), 60, [*FIRST, "address"], "update, workers, vLLM, keeps"),
+        ((HEALTHY,), 80, [*FIRST, "address", "workers", "keeps"], "update, vLLM"),
+        ((HEALTHY, FAILED, PINNED), 60, [*FIRST, "pin", "reason"], "update, address, workers, vLLM, keeps"),
+        ((HEALTHY, FAILED, PINNED), 80, [*FIRST, "pin", "workers", "keeps", "reason"], "update, address, vLLM"),
+        ((HEALTHY, FAILED, PINNED), 200, [*FIRST, "pin", "update", "address", "workers", "vLLM", "keeps", "reason"], None),
+    ],
+)
+def test_a_terminal_gets_the_columns_it_has_room_for_in_full(
+    shows: Shows, engines: tuple[EngineStatus, ...], width: int, columns: list[str], left_out: str | None
+) -> None:
+    lines = shows(fleet(*engines, committed=120), width=width).splitlines()
+    table = [re.split("[┃│]", line)[1:-1] for line in lines if line[0] in "┃│"]
+    assert [cell.strip() for cell in table[0]] == columns
+    rows = [dict(zip(columns, (cell.strip() for cell in row), strict=True)) for row in table[1:]]
+    assert len(rows) == len(engines) and all(len(line) <= width for line in lines if line[0] in "┏┃┡│└")
+    for row, e in zip(rows, engines, strict=True):
+        kept, version = "16.00 GB" if e.retained else "", "-" if e.version is None else str(e.version)
+        cells = (str(e.engine), str(e.state), version, e.pinned, OF_AN_UPDATE, e.url, "1", "0.32.0", kept, e.reason)
+        names = ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason")
+        assert row == {name: cell for name, cell in zip(names, cells, strict=True) if name in columns}
+    said = [line for line in lines if line.startswith("no room for")]
+    assert said == ([] if left_out is None else [f"no room for: {left_out} (widen the terminal, or --json)"])

@@ -24,7 +24,7 @@ from weightsync.errors import ConfigError, InternalError, Refused, WeightSyncErr
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
-    from weightsync.protocol import EngineStatus, FleetStatus
+    from weightsync.protocol import FleetStatus
     from weightsync.results import SyncReport
 
 
@@ -178,55 +178,28 @@ def _status(args: argparse.Namespace) -> int:
     import json
 
     from weightsync.codec import encode
+    from weightsync.shown import show_status
 
     with _client(args) as client:
         status = client.status()
     if args.json:
         print(json.dumps(encode(status)))
     else:
-        _show(status)
+        show_status(status)
     return 0
-
-
-def _show(status: FleetStatus) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    pinned = sum(bool(e.pinned) for e in status.engines)
-    ready = f"{status.ready} of {len(status.engines)} engines ready" + (f", {pinned} pinned" if pinned else "")
-    table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {ready}")
-    for column in ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason"):
-        table.add_column(column, overflow="fold")  # an address that is cut short is none
-    for e in status.engines:
-        table.add_row(
-            *(
-                str(v) if v is not None else "-"
-                for v in (e.engine, e.state, e.version, e.pinned, e.update_id, e.url, e.workers, e.vllm_version, _kept(e), e.reason)
-            )
-        )
-    console = Console()
-    console.print(table)
-    if (update := status.update) is not None and not update.state.final:
-        console.print(f"update {update.update_id} to version {update.version} is under way ({update.state})", soft_wrap=True)
-    for e in status.engines:
-        if e.failed:
-            error = WeightSyncError.from_dict(e.failed)
-            console.print(f"engine {e.engine}, last update: {error.code}: {error}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _kept(engine: EngineStatus) -> str:
-    return f"{engine.retained.nbytes / 1e9:.2f} GB" if engine.retained else ""
 
 
 def _scale(args: argparse.Namespace) -> int:
     """Exit code 1 when `--wait` is over and not all serve."""
+    from weightsync.shown import show_status
+
     with _client(args) as client:
         status = client.scale(args.engines, args.drain, args.timeout)
         until = time.monotonic() + args.wait
         while _late(status) and time.monotonic() < until:
             time.sleep(0.5)
             status = client.status()
-    _show(status)
+    show_status(status)
     return int(bool(args.wait) and _late(status))
 
 
