@@ -22,7 +22,7 @@ from tests.test_api import engine, fleet
 from weightsync import WeightSync, cli
 from weightsync.client import Lazy
 from weightsync.codec import encode
-from weightsync.errors import Aborted, ApplyFailed
+from weightsync.errors import Aborted, ApplyFailed, VersionRefused
 from weightsync.place import Retained
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, FleetStatus, UpdateState, UpdateStatus
 
@@ -166,3 +166,16 @@ def test_a_terminal_gets_the_columns_it_has_room_for_in_full(
         assert row == {name: cell for name, cell in zip(names, cells, strict=True) if name in columns}
     said = [line for line in lines if line.startswith("no room for")]
     assert said == ([] if left_out is None else [f"no room for: {left_out} (widen the terminal, or --json)"])
+
+
+def test_a_push_that_is_refused_shows_no_progress(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It said `sending 0/100 bytes` of bytes that nobody had let it send."""
+    with Service() as service:
+        push = ["push", files[0], "--url", service.url, "--token-file", files[1]]
+        service.refuse = VersionRefused("version 3 does not rise")
+        assert cli.main(push) == 1
+        assert capsys.readouterr() == ("", "weightsync: version 3 does not rise\n")
+        service.refuse = None
+        assert cli.main(push) == 0
+        out, err = capsys.readouterr()
+        assert "100/100 bytes" in err and out.startswith("version 1: ") and out.count("\n") == 1

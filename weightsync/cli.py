@@ -209,22 +209,20 @@ def _late(status: FleetStatus) -> bool:
 
 def _push(args: argparse.Namespace) -> int:
     """Engines that did not commit are named on standard error, where `sync.require` let the update succeed without them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
     from safetensors.torch import load_file
+
+    from weightsync.shown import Sending
 
     files = sorted(args.checkpoint.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"checkpoint: got {args.checkpoint}, want a folder with safetensors files")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    columns = "sending", BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with _client(args) as client, Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("send")
+    with _client(args) as client, Sending() as progress:
         report = client.sync_weights(
             tensors,
             args.update_version,
             timeout_seconds=args.timeout,
-            progress=lambda sent, total: bar.update(task, completed=sent, total=total),
+            progress=progress,
             allow_nonfinite=args.allow_nonfinite,
             rewind=args.rewind,
             scope=args.scope,

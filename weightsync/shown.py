@@ -1,4 +1,4 @@
-"""A fleet's status on a terminal.
+"""A fleet's status on a terminal, and how far a sending is.
 
 Not covered: the status as data, which `--json` prints.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 from rich.measure import Measurement
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -68,3 +69,24 @@ def _below(status: FleetStatus, left_out: list[str]) -> Iterator[str]:
         if engine.failed:
             error = WeightSyncError.from_dict(engine.failed)
             yield f"engine {engine.engine}, last update: {error.code}: {error}"
+
+
+class Sending:
+    """A bar on standard error from the first bytes on, as the `progress` of a sync: an update that is refused sends none."""
+
+    def __init__(self) -> None:
+        self._bar = Progress("sending", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True))
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Sending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+    def __call__(self, sent: int, total: int) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task("send", total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=sent, total=total)
