@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weightsync.codec import decode, encode
-from weightsync.errors import Aborted, WeightSyncError
+from weightsync.errors import Aborted, Refused, WeightSyncError
 from weightsync.protocol import (
     Admission,
     BeginOrder,
@@ -148,6 +148,8 @@ class Service:
                 except WeightSyncError as exc:
                     update.end(exc)
                 return encode(update.status())
+            case ("POST", "v1", "updates", update_id, "abort") if update_id not in self.updates:
+                raise Refused(f"no update {update_id!r} is known")
             case ("POST", "v1", "updates", update_id, "abort"):
                 self.updates[update_id].end(Aborted(body["reason"]))
                 return encode(self.updates[update_id].status())

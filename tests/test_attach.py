@@ -14,10 +14,12 @@ from tests.test_api import engine, fleet
 from weightsync import WeightSync
 from weightsync.client.attach import attachment
 from weightsync.errors import ConfigError
+from weightsync.place import Retained
 from weightsync.protocol import EngineState, EngineStatus, FleetStatus
 
 PINNED = replace(engine(1, version=1), pinned="eval")
 OUT = EngineState.QUARANTINED
+KEPT, LONG_AGO = (Retained(f"u-{version}", version, 0, 1 << 20, "hash", 8, f"u-{version}") for version in (3, 2))
 
 CASES: list[tuple[tuple[EngineStatus, ...], int | None, tuple[int, ...], bool, bool, str]] = [
     # engines, committed; what step 3 finds: behind, needed, rewind, a part of the advice
@@ -27,7 +29,13 @@ CASES: list[tuple[tuple[EngineStatus, ...], int | None, tuple[int, ...], bool, b
     ((engine(0, EngineState.PENDING, None),), None, (0,), True, False, "sync_weights(…, version=3)"),
     ((engine(0, version=2), engine(1, version=2)), 2, (0, 1), True, False, "committed version 2: sync_weights(…, version=3)"),
     ((engine(0, version=2), engine(1)), 3, (0,), True, True, "engine(s) 0 do not serve it"),
-    ((engine(0, OUT, None), engine(1)), 3, (0,), True, True, "sync.retain_engines"),
+    ((engine(0, OUT, None), replace(engine(1), retained=KEPT)), 3, (0,), True, True, "by themselves from engine 1, which keeps it"),
+    ((replace(engine(0, OUT, None), retained=KEPT), engine(1)), 3, (0,), True, True, "by themselves from engine 0, which keeps it"),
+    # With sync.stage=none, or sync.retain_engines=0, nothing is kept; and what a dead engine or one from before keeps nobody gets.
+    ((engine(0, OUT, None), engine(1)), 3, (0,), True, True,
+     "no engine keeps it for them, so they get it with sync_weights(…, version=3, rewind=True)"),
+    ((engine(0, OUT, None), replace(engine(1), retained=LONG_AGO)), 3, (0,), True, True, "no engine keeps it for them"),
+    ((replace(engine(0, EngineState.DEAD, None), retained=KEPT), engine(1)), 3, (0,), True, True, "no engine keeps it for them"),
     ((replace(engine(0), rewinds=1), engine(1)), 3, (0,), True, True, "engine(s) 0 do not serve it"),
     ((engine(0, version=5), engine(1, version=5)), 5, (0, 1), True, True,
      "above step 3: sync_weights(…, version=3, rewind=True) takes it back; else versions go on from 6"),

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from tests import stale_extension
 from weightsync import cli
 from weightsync.check import run
 from weightsync.check.contents import contents, differing
+from weightsync.check.inputs import require_same_kind
 from weightsync.check.probe import contract_failures, under_test
 from weightsync.check.show import show
 from weightsync.errors import ConfigError, DeadlineExceeded, EngineDied, UnsupportedEngine
@@ -74,6 +76,22 @@ def test_weights_of_another_model_are_refused_before_an_engine_starts(checkpoint
         run.check(good, checkpoint("qwen3-tied", 2))
     with pytest.raises(ConfigError, match=r"of another shape or dtype: .*down_proj.weight \(bfloat16\[128, 256\], in --other float8"):
         run.check(good, checkpoint("fp8-channel", 2))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_two_equal_sets_of_weights_are_refused_before_an_engine_starts(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, parted = checkpoint("qwen3", 1), copied(checkpoint("qwen3", 1), tmp_path / "parted")
+    tensors = list(load_file(parted / "model.safetensors").items())
+    for name, part in (("a", tensors[::2]), ("b", tensors[1::2])):  # other files, the same tensors
+        save_file(dict(part), parted / f"{name}.safetensors")
+    (parted / "model.safetensors").unlink()
+    for other in (good, parted):
+        assert cli.main(["check", "--model", str(good), "--other", str(other)]) == 2
+        said = capsys.readouterr().err
+        assert f"--other: {other} holds the same values as {good}" in said and "nothing can be told" in said and "engine" not in said
+    require_same_kind(good, checkpoint("qwen3", 2))
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -196,6 +214,34 @@ def test_an_engine_that_follows_its_weights_passes(checkpoint: Checkpoint, capsy
     proof = found["proof"]
     assert proof["written"] > 10 and proof["poisoned_bytes"] > 250_000 and proof["differing"] == {} and proof["unrefreshed"] == []
     assert proof["outputs"] == "equal to the bit"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_weights_that_are_equal_in_the_engine_are_not_blamed_on_it(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [copied(checkpoint("qwen3", 1), tmp_path / name) for name in ("exact", "below")]
+    for folder, factor in zip(folders, (1.0, 1 + 2**-20), strict=True):  # less than bf16 can tell
+        tensors = {name: tensor.float() * factor for name, tensor in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "model.safetensors")
+    assert cli.main(["check", "--model", str(folders[0]), "--other", str(folders[1])]) == 2
+    assert "this engine holds the same values with either weights" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_weights_with_nan_are_named_with_something_that_can_be_done_here(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(checkpoint("qwen3", 1), tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    assert cli.main(["check", "--model", str(folder), "--identity"]) == 1
+    said = capsys.readouterr().err
+    assert f"{folder}: 1 tensor(s) hold values" in said and "model.norm.weight (1 NaN" in said
+    assert "Give a checkpoint without such values" in said and "allow_nonfinite" not in said
 
 
 @pytest.mark.engine

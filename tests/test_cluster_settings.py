@@ -6,7 +6,12 @@ Not covered: adopting a running fleet, and ending one (`test_lifecycle.py`).
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +52,31 @@ def test_ray_ends_also_where_actors_can_not_be_told_to_end(tmp_path: Path, monke
         await one.stop()
 
     monkeypatch.setattr(cluster, "_stop_actors", stop_actors)
-    monkeypatch.setattr(cluster, "end_ray", lambda home, process: ended.append(home))
+    monkeypatch.setattr(cluster, "end_ray", lambda home, process, keep_logs: ended.append(home))
     with pytest.raises(ConnectionError):
         asyncio.run(run())
     assert ended == [one.home]
     cluster.Cluster(one.settings)._lock.close()  # and the next serve may begin
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_logs_go_with_the_fleet_and_stay_when_it_failed(keep: bool, tmp_path: Path) -> None:
+    """`serve` told whom a start had failed to see the logs, and took them away."""
+    (tmp_path / "config.json").write_text("{}")
+    one = cluster.Cluster(config.load({"engine.model": str(tmp_path), "state_dir": str(tmp_path)}))
+    logs = Path(one.logs)
+    logs.mkdir(parents=True)
+    (logs / "worker.err").write_text("no such kernel")
+    command = [sys.executable, "-c", "import time; time.sleep(60)", f"--temp-dir={one._temp}"]
+    one._ray_process, one._owned = subprocess.Popen(command, start_new_session=True), True
+    state = {"ray_pid": one._ray_process.pid, "temp_dir": str(one._temp), "settings": cluster._fixed(one.settings)}
+    (one.home / "fleet.json").write_text(json.dumps(state))
+    asyncio.run(one.stop(keep_logs=keep))
+    assert one._ray_process.returncode == -signal.SIGTERM and logs.is_dir() == keep
+    shutil.rmtree(one._temp, ignore_errors=True)
+
+
+def test_of_a_cluster_that_was_there_the_logs_are_rays(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    one = cluster.Cluster(config.load({"engine.model": str(tmp_path), "state_dir": str(tmp_path), "ray.address": "10.0.0.1:6379"}))
+    assert "on each node" in one.logs and str(one._temp) not in one.logs

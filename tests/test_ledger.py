@@ -13,6 +13,7 @@ from weightsync.errors import (
     Aborted,
     ApplyFailed,
     BaseRefused,
+    DeadlineExceeded,
     EngineDied,
     NoEngineReady,
     Refused,
@@ -101,7 +102,7 @@ def test_a_second_update_is_told_which_one_is_under_way(state: UpdateState) -> N
     ledger.admit(request("first", 5), 0.0).state = state
     with pytest.raises(UpdateConflict, match=rf"update first to version 5 is under way \({state}\)") as caught:
         ledger.admit(request("second", 6), 0.0)
-    assert caught.value.retryable
+    assert caught.value.retryable and "`weightsync abort first`" in caught.value.hint
     assert caught.value.update_id == "second"
     assert ledger.get("second") is None
 
@@ -159,6 +160,40 @@ def test_an_engine_with_that_number_from_the_first_try_is_not_ready_behind_the_s
     assert [(e.version, e.update_id) for e in ledger.engines.values()] == [(5, "u1"), (5, "u2")]
     assert ledger.ready == 1
     assert apply(ledger, ledger.admit(request("u3", 5), 0.0), True, True) and ledger.ready == 2
+
+
+@pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.QUARANTINED])
+def test_why_an_engines_last_update_failed_is_kept_until_one_commits(state: EngineState) -> None:
+    """An engine that went back serves, and has no reason to give: a second later nothing told why it was behind."""
+    ledger = fleet(require=1)
+    apply(ledger, ledger.admit(request("u1", 5), 0.0), True, True)
+    update = ledger.admit(request("u2", 6), 0.0)
+    for step in (UpdateState.RECEIVING, UpdateState.STAGED, UpdateState.APPLYING):
+        update.move(step)
+    error = ApplyFailed("no room", engine=0, update_id="u2").to_dict()
+    held = 5 if state == EngineState.SERVING else None
+    assert ledger.conclude(update, [EngineVerdict(0, False, held, state, error=error), verdict(1, 6)], 2.0)
+    says = replace(engine(0, held, state), update_id="u1", reason="" if held else "apply_failed")
+    for _ in range(2):
+        assert (ledger.engines[0].failed, ledger.engines[1].failed) == (error, None)
+        ledger.see(says)
+    ledger.lose(0, "engine_died")
+    ledger.see(engine(0))  # its process is another one
+    assert ledger.engines[0].failed == error
+    assert apply(ledger, ledger.admit(request("u3", 7), 0.0), True, True)
+    assert ledger.engines[0].failed is None
+
+
+def test_an_engine_that_serves_what_it_was_said_to_have_failed_at_has_not_failed() -> None:
+    ledger = fleet()
+    update = ledger.admit(request("u", 5), 0.0)
+    for step in (UpdateState.RECEIVING, UpdateState.STAGED, UpdateState.APPLYING):
+        update.move(step)
+    late = EngineVerdict(1, False, None, EngineState.DEAD, error=DeadlineExceeded("silent", update_id="u").to_dict())
+    ledger.conclude(update, [verdict(0, 5), late], 2.0)
+    assert ledger.engines[1].failed is not None
+    ledger.see(replace(engine(1, 5), update_id="u"))
+    assert ledger.engines[1].failed is None and ledger.ready == 2
 
 
 def test_a_version_that_no_engine_took_leaves_the_fleet_where_it_was() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -87,6 +88,22 @@ def test_other_settings_do_not_adopt_and_stop_ends_a_left_fleet(checkpoint: Any,
     assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout.strip() == "stopped"
     assert wait_until(lambda: not first.processes(), 5, "no process is left")
     assert wait_until(lambda: _shared_memory() <= segments, 5, "no shared memory is left")
+
+
+@pytest.mark.slow
+def test_a_start_that_failed_leaves_the_logs_that_it_names_and_no_process(checkpoint: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint(KIND, 1), broken)
+    (broken / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "qwen3"}')
+    fleet = Fleet(broken, tmp_path / "home")
+    try:
+        said, _ = fleet.process.communicate(timeout=120)
+        assert fleet.process.returncode == 1
+        assert said == f"weightsync starting; controller and engines log to {fleet.logs}\n"
+        assert any("NoSuchModel" in file.read_text(errors="replace") for file in fleet.logs.glob("worker-*"))
+        assert wait_until(lambda: not fleet.processes(), 5, "no process is left")
+    finally:
+        shutil.rmtree(fleet.logs.parent.parent, ignore_errors=True)
 
 
 @pytest.mark.slow

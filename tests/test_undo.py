@@ -8,6 +8,7 @@ Not covered: engines on a GPU; a worker that dies (`test_faults.py`).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,14 @@ def test_what_fails_twice_goes_back_to_the_old_version_and_the_others_commit(
     back, on = sync.engines()
     assert (back.state, back.version) == (EngineState.SERVING, held)
     assert on.state == EngineState.SERVING and on.version is not None and held is not None and on.version > held
+    time.sleep(1.5)  # behind a heartbeat
+    assert [e.failed and (e.failed["code"], e.failed["phase"]) for e in sync.engines()] == [(caught.value.code, step), None]
     assert answers(sync, 0) == cold(KIND, 1) and spans(sync, 0) == {held}
     assert answers(sync, 1) == cold(KIND, 2) and spans(sync, 1) == {on.version}
     sync.sync_weights(tensors(KIND, 2))
     assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 2)
     assert [engine.url for engine in sync.engines()] == urls, "no engine was restarted"
+    assert [engine.failed for engine in sync.engines()] == [None, None]
 
 
 def test_a_request_that_stood_still_meanwhile_goes_on_at_the_old_version(sync: WeightSync, fault: Path, tensors: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `serve | demo | status | push | scale | pin | unpin | check | stop`.
+"""The command line: `serve | demo | status | push | abort | scale | pin | unpin | check | stop`.
 
 Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
 `--api.port`, …). Heavy imports happen in the command that needs them.
@@ -20,11 +20,12 @@ from pydantic import BaseModel
 
 import weightsync
 from weightsync import config
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, InternalError, Refused, WeightSyncError
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
-    from weightsync.protocol import EngineStatus, FleetStatus
+    from weightsync.protocol import FleetStatus
+    from weightsync.results import SyncReport
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,16 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="the status as JSON")
     status.set_defaults(run=_status)
 
-    push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
-    push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
-    push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
-    push.add_argument("--scope", action="append", metavar="PATTERN", help="send only tensors whose names match, such as 'model.layers.0.*'")
-    push.add_argument("--base-version", type=int, help="version that a scope builds on; the fleet's when not given")
-    push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
-    push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
-    push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
-    _add_client(push)
-    push.set_defaults(run=_push)
+    _add_updates(commands)
 
     scale = commands.add_parser("scale", help="add engines to a fleet, or take some away, while training goes on")
     scale.add_argument("engines", type=int, help="how many there shall be")
@@ -105,6 +97,27 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)
     return parser
+
+
+def _add_updates(commands: Any) -> None:
+    push = commands.add_parser("push", help="sync a checkpoint folder's weights to the fleet")
+    push.add_argument("checkpoint", type=Path, help="folder with safetensors files")
+    push.add_argument("--update-version", type=int, help="version to give it; one above the fleet's when not given")
+    whole = "all that the engine joins in a module, or none"
+    push.add_argument("--scope", action="append", metavar="PATTERN", help=f"send only these, such as 'model.layers.0.*': {whole}")
+    push.add_argument("--base-version", type=int, help="version that a scope builds on; the fleet's when not given")
+    push.add_argument("--rewind", action="store_true", help="the version may be the fleet's or below it")
+    push.add_argument("--allow-nonfinite", action="store_true", help="send NaN and infinity too")
+    push.add_argument("--timeout", type=float, default=600.0, help="deadline, seconds (default 600)")
+    push.add_argument("--json", action="store_true", help="the report as JSON, every engine's verdict in it")
+    _add_client(push)
+    push.set_defaults(run=_push)
+
+    abort = commands.add_parser("abort", help="end an update that has not been applied; engines serve the version they had")
+    abort.add_argument("update_id", help="as an error or `weightsync status` names it")
+    abort.add_argument("--reason", default="asked for on the command line", help="for its trainer and the log (default: %(default)s)")
+    _add_client(abort)
+    abort.set_defaults(run=_abort)
 
 
 def _add_pins(commands: Any) -> None:
@@ -165,48 +178,28 @@ def _status(args: argparse.Namespace) -> int:
     import json
 
     from weightsync.codec import encode
+    from weightsync.shown import show_status
 
     with _client(args) as client:
         status = client.status()
     if args.json:
         print(json.dumps(encode(status)))
     else:
-        _show(status)
+        show_status(status)
     return 0
-
-
-def _show(status: FleetStatus) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    pinned = sum(bool(e.pinned) for e in status.engines)
-    ready = f"{status.ready} of {len(status.engines)} engines ready" + (f", {pinned} pinned" if pinned else "")
-    table = Table(title=f"fleet {status.fleet}: version {status.committed_version}, {ready}")
-    for column in ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason"):
-        table.add_column(column, overflow="fold")  # an address that is cut short is none
-    for e in status.engines:
-        table.add_row(
-            *(
-                str(v) if v is not None else "-"
-                for v in (e.engine, e.state, e.version, e.pinned, e.update_id, e.url, e.workers, e.vllm_version, _kept(e), e.reason)
-            )
-        )
-    Console().print(table)
-
-
-def _kept(engine: EngineStatus) -> str:
-    return f"{engine.retained.nbytes / 1e9:.2f} GB" if engine.retained else ""
 
 
 def _scale(args: argparse.Namespace) -> int:
     """Exit code 1 when `--wait` is over and not all serve."""
+    from weightsync.shown import show_status
+
     with _client(args) as client:
         status = client.scale(args.engines, args.drain, args.timeout)
         until = time.monotonic() + args.wait
         while _late(status) and time.monotonic() < until:
             time.sleep(0.5)
             status = client.status()
-    _show(status)
+    show_status(status)
     return int(bool(args.wait) and _late(status))
 
 
@@ -215,29 +208,54 @@ def _late(status: FleetStatus) -> bool:
 
 
 def _push(args: argparse.Namespace) -> int:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+    """Engines that did not commit are named on standard error, where `sync.require` let the update succeed without them."""
     from safetensors.torch import load_file
+
+    from weightsync.shown import Sending
 
     files = sorted(args.checkpoint.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"checkpoint: got {args.checkpoint}, want a folder with safetensors files")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    with _client(args) as client, Progress("sending", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
-        task = bar.add_task("send")
+    with _client(args) as client, Sending() as progress:
         report = client.sync_weights(
             tensors,
             args.update_version,
             timeout_seconds=args.timeout,
-            progress=lambda sent, total: bar.update(task, completed=sent, total=total),
+            progress=progress,
             allow_nonfinite=args.allow_nonfinite,
             rewind=args.rewind,
             scope=args.scope,
             base_version=args.base_version,
         )
-    for lost in report.sent_again:
+    _tell(report, args.json)
+    return 0
+
+
+def _tell(report: SyncReport, as_json: bool) -> None:
+    import json
+
+    from weightsync.codec import encode
+
+    for lost in () if as_json else report.sent_again:
         print(f"engine {lost.engine} was lost after {lost.seconds:.2f} s ({lost.error['code']}): sent again to the others")
+    for verdict in report.verdicts:
+        if not verdict.committed:
+            error = WeightSyncError.from_dict(verdict.error or InternalError("it gave no reason").to_dict())
+            print(f"engine {verdict.engine} did not commit and is {verdict.state}: {error.code}: {error}", file=sys.stderr)
     size, took = f"{report.tensors} tensors, {report.nbytes} bytes", report.seconds["total"]
-    print(f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms")
+    said = f"version {report.version}: {size} in {took:.2f} s, engines paused {report.pause_seconds * 1000:.0f} ms"
+    print(json.dumps(encode(report)) if as_json else said)
+
+
+def _abort(args: argparse.Namespace) -> int:
+    from weightsync.protocol import UpdateState
+
+    with _client(args) as client:
+        update = client.abort(args.update_id, args.reason)
+    if update.state != UpdateState.ABORTED:
+        raise Refused(f"update {update.update_id} to version {update.version} has ended ({update.state}): there is nothing to abort")
+    print(f"update {update.update_id} to version {update.version} is aborted: {(update.error or {}).get('message', 'no reason is known')}")
     return 0
 
 

@@ -302,6 +302,8 @@ class EngineStatus:
         rewinds: how often the fleet had gone back before it got this version.
         retained: what it keeps for engines that come later, in host memory.
         pinned: name of the pin that holds it at its version, and out of updates; empty if none does.
+        failed: why the last update that it took part in did not commit in it, `WeightSyncError.to_dict()`; also when it serves on with
+            the version before. None when it did.
     """
 
     engine: int
@@ -316,6 +318,7 @@ class EngineStatus:
     rewinds: int = 0
     retained: Retained | None = None
     pinned: str = ""
+    failed: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ class _Server(uvicorn.Server):
 async def serve(settings: config.Settings) -> int:
     """Run until a signal; the exit code: 0, 1 when something failed, 2 for wrong settings.
 
-    Prints `weightsync ready url=… token_file=…` on standard output when every
-    engine can take an update.
+    Prints where controller and engines log, and `weightsync ready url=… token_file=…` when
+    every engine can take an update, on standard output.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -45,6 +45,7 @@ async def serve(settings: config.Settings) -> int:
         loop.add_signal_handler(number, stop.set)
     sock = _listen(settings)
     cluster = Cluster(settings)
+    print(f"weightsync starting; controller and engines log to {cluster.logs}", flush=True)
     code = 0
     try:
         starting = asyncio.create_task(cluster.start())
@@ -72,7 +73,7 @@ async def serve(settings: config.Settings) -> int:
         code = 2 if isinstance(exc, ConfigError) else 1
     finally:
         sock.close()
-        await cluster.stop()
+        await cluster.stop(keep_logs=bool(code))  # what failed is in there
     return code
 
 

@@ -1,10 +1,11 @@
 """The checkpoints of a check, looked at before an engine is started.
 
-Not covered: whether vLLM knows the architecture; values.
+Not covered: whether vLLM knows the architecture; values, but for whether two sets are the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -14,9 +15,12 @@ import torch
 
 from weightsync.errors import ConfigError, UnsupportedEngine
 from weightsync.protocol import TensorSpec
+from weightsync.transport.digest import as_bytes
 from weightsync.worker.loadmap import checkpoint_specs
 
 _SHOWN = 5
+#: What is asked of whoever gave two sets of weights that are the same.
+OTHER_VALUES = "Give other values of the same model, such as a later step's checkpoint; or leave --other out, and values stay unproven"
 
 
 def require_checkpoint(folder: Path, flag: str) -> tuple[dict[str, Any], dict[str, TensorSpec]]:
@@ -53,7 +57,7 @@ def require_same_kind(model: Path, other: Path) -> None:
     """That two checkpoints are two sets of weights of one model.
 
     Raises:
-        ConfigError: one can't be read, or architecture, names, shapes or dtypes differ; says which.
+        ConfigError: one can't be read, or architecture, names, shapes or dtypes differ; says which. Or all values are the same.
     """
     config, specs = require_checkpoint(model, "--model")
     other_config, others = require_checkpoint(other, "--other")
@@ -69,15 +73,35 @@ def require_same_kind(model: Path, other: Path) -> None:
     if any(differ.values()):
         said = "; ".join(f"{len(names)} {how}: {_names(names)}" for how, names in differ.items() if names)
         raise ConfigError(f"--other: want other values under the same names, shapes and dtypes; {said}")
+    if _same_values(model, other):
+        raise ConfigError(
+            f"--other: {other} holds the same values as {model}, tensor by tensor, so nothing can be told by it", hint=OTHER_VALUES
+        )
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, in host memory."""
     from safetensors.torch import load_file
 
+    return {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
+
+
+def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else []
-    return {name: tensor for file in files or sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return files or sorted(folder.glob("*.safetensors"))
+
+
+def _same_values(model: Path, other: Path) -> bool:
+    """Whether two checkpoints of the same tensors are equal to the bit. One tensor at a time, up to the first that differs."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as opened:
+        found: list[dict[str, Any]] = []
+        for folder in (model, other):
+            files = [opened.enter_context(safe_open(file, framework="pt")) for file in _files(folder)]
+            found.append({name: file for file in files for name in file.keys()})  # noqa: SIM118 - no mapping
+        return all(torch.equal(*(as_bytes(files[name].get_tensor(name)) for files in found)) for name in found[0])
 
 
 def _form(spec: TensorSpec) -> str:

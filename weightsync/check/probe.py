@@ -28,8 +28,8 @@ from typing import Any
 
 from weightsync.check.contents import contents, differing, scratch_rule
 from weightsync.check.engine import OURS, Trainer, contract_report, generate, sealed_memory
-from weightsync.check.inputs import read_tensors
-from weightsync.errors import EngineDied, WeightSyncError
+from weightsync.check.inputs import OTHER_VALUES, read_tensors
+from weightsync.errors import BadValues, ConfigError, EngineDied, WeightSyncError
 from weightsync.storage.contract import Contract, Fault, Kind, Slot
 from weightsync.storage.selftest import SelfTest
 from weightsync.worker import tiles
@@ -153,6 +153,11 @@ class Warm:
         self._send("new", self._job.other)
         written = test.changed()
         wrong = differing(contents(_model(self._llm)), json.loads(Path(self._job.digests).read_text()))
+        if not written and not wrong:  # one engine's values are the other's
+            raise ConfigError(
+                "--other: this engine holds the same values with either weights, in the dtypes that it keeps, so nothing can be told",
+                hint=OTHER_VALUES,
+            )
         poisoned = test.poison(written)
         self._send("back", self._job.model)
         stale = test.unrefreshed()
@@ -170,7 +175,7 @@ class Warm:
         if stale:
             self._fail(f"{len(stale)} slot(s) are unrefreshed: {_named(stale)}")
         if not written:
-            self._fail("the other weights changed no slot: they are the same weights, or nothing was written")
+            self._fail("the other weights changed no slot: nothing was written")
 
     def _outputs(self, before: dict[str, Any], again: dict[str, Any]) -> None:
         """Whether the engine answers as it did with A, and as a cold engine with B. Nothing is poisoned now."""
@@ -193,7 +198,12 @@ class Warm:
                 )
 
     def _send(self, name: str, folder: str) -> None:
-        done = self._trainer.sync(read_tensors(Path(folder)))
+        try:
+            done = self._trainer.sync(read_tensors(Path(folder)))
+        except BadValues as exc:
+            exc.message = f"{folder}: {exc.message}"
+            exc.hint = "Give a checkpoint without such values, from before the step that made them: among NaN no stale value can be found"
+            raise
         self.report["repaired"] = max(self.report["repaired"], done["checks"].get("paths_repaired", 0))
         self.report["seconds"][name] = done["seconds"].get("apply", 0.0) + done["seconds"].get("verify", 0.0)
 

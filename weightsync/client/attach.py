@@ -30,11 +30,12 @@ def attachment(status: FleetStatus, step: int) -> Attachment:
         behind=behind,
         needed=needed,
         rewind=needed and committed is not None and committed >= step,
-        advice=_advice(committed, step, behind),
+        advice=_advice(status, step, behind),
     )
 
 
-def _advice(committed: int | None, step: int, behind: tuple[int, ...]) -> str:
+def _advice(status: FleetStatus, step: int, behind: tuple[int, ...]) -> str:
+    committed = status.committed_version
     if committed is not None and committed > step:
         back = f"sync_weights(…, version={step}, rewind=True) takes it back"
         return f"The fleet has committed version {committed}, above step {step}: {back}; else versions go on from {committed + 1}"
@@ -44,7 +45,11 @@ def _advice(committed: int | None, step: int, behind: tuple[int, ...]) -> str:
     if not behind:
         return ""
     those = ", ".join(map(str, behind))
-    return (
-        f"The fleet has committed step {step}, and engine(s) {those} do not serve it: they get it from one that keeps it "
-        f"(sync.retain_engines), with the next version, or with sync_weights(…, version={step}, rewind=True)"
-    )
+    bring = f"sync_weights(…, version={step}, rewind=True)"
+    kept = {e.engine: e.retained for e in status.engines if e.retained and e.state != EngineState.DEAD}
+    keepers = [engine for engine, its in kept.items() if (its.version, its.rewinds) == (step, status.rewinds)]
+    if not keepers:  # sync.retain_engines is 0, or nothing is staged
+        how = f"no engine keeps it for them, so they get it with {bring}, or a later version with the next sync"
+    else:
+        how = f"they get it by themselves from engine {keepers[0]}, which keeps it, with the next version, or with {bring}"
+    return f"The fleet has committed step {step}, and engine(s) {those} do not serve it: {how}"

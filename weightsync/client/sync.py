@@ -143,8 +143,8 @@ class WeightSync(View):
             progress: called with (bytes sent, bytes in all) behind each bucket.
             allow_nonfinite: as for `WeightSync`, for this update; as it was made when None.
             rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
-            scope: patterns (`model.layers.0.*`) of names: these tensors of `source` alone are sent, all of a layer or none, and
-                the rest stays as it is in engines that hold the fleet's version; others need a complete update.
+            scope: patterns (`model.layers.0.*`) of names: these tensors of `source` alone are sent, all that the engine joins in a module
+                (q, k and v) or none, and the rest stays as it is in engines that hold the fleet's version; others need a complete update.
             base_version: the version that an update with a scope builds on; the fleet's when None, and refused if that is another.
 
         Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,6 +148,21 @@ class View:
             return decode(FleetStatus, self._http.post(path, body, 4 * CONTROL_SECONDS))
         finally:
             self._rollouts.forget()
+
+    def abort(self, update_id: str, reason: str = "asked for") -> UpdateStatus:
+        """End an update, of any trainer, that is not being applied yet; engines serve the version they had. Its trainer gets `Aborted`.
+
+        One that has ended is left as it is: `state` of the answer says how.
+
+        Args:
+            update_id: as an `UpdateConflict`, or `FleetStatus.update`, names it.
+            reason: for its trainer and the log.
+
+        Raises:
+            Refused: it is being applied, and its verdict ends it; or nobody knows it.
+        """
+        path = f"/v1/updates/{urllib.parse.quote(update_id, safe='')}/abort"
+        return decode(UpdateStatus, self._http.post(path, {"reason": reason[:300]}, 3 * CONTROL_SECONDS))
 
     def attach_run(self, step: int) -> Attachment:
         """Say what a trainer that starts again, with the weights of this step, finds in the fleet; nothing is changed there.

@@ -31,6 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import SecretStr
+
 from weightsync import config
 from weightsync.errors import ConfigError, InternalError, ServiceUnreachable, WeightSyncError
 from weightsync.fleet.scratch import clear_shelves
@@ -70,13 +72,16 @@ class Cluster:
         except OSError as exc:
             raise ConfigError(f"state_dir: got '{settings.state_dir}', want a folder to write in ({exc})") from None
         self.token = token
-        self.settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": _secret(token)})})
+        self.settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": SecretStr(token)})})
         self._controller: Any = None
         self._engines: dict[int, Any] = {}
         self._ray_process: subprocess.Popen[bytes] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._owned = False  # Ray was started or adopted here, so it is ours to end
         self._temp = Path("/tmp") / f"weightsync-{hashlib.sha256(str(self.home.resolve()).encode()).hexdigest()[:10]}"
+        apart = "Ray's session_latest/logs on each node (in /tmp/ray, or its --temp-dir)"
+        #: Where controller and engines log, in words.
+        self.logs = apart if settings.ray.address else f"{self._temp}/session_latest/logs"
 
     # --- up ------------------------------------------------------------------------------------
 
@@ -162,8 +167,7 @@ class Cluster:
             await asyncio.gather(*starts)
             await call(self._controller.start, timeout_seconds=timeout)
         except WeightSyncError as exc:
-            where = "of Ray on the engine's node" if self.settings.ray.address else f"in {self._temp}/session_latest/logs"
-            exc.hint = exc.hint or f"See the logs {where}"
+            exc.hint = exc.hint or f"See the logs: {self.logs}"
             raise
 
     async def ask(self, method: str, *args: Any, timeout_seconds: float) -> Any:
@@ -174,8 +178,8 @@ class Cluster:
 
     # --- down ----------------------------------------------------------------------------------
 
-    async def stop(self) -> None:
-        """Take down engines, controller, and Ray if it was started or adopted here."""
+    async def stop(self, keep_logs: bool = False) -> None:
+        """Take down engines, controller, and Ray if it was started or adopted here; with its logs, unless they are to be kept."""
         try:
             if self._joining is not None:
                 # Its thread can't be cancelled, and half a Ray can't be ended; it takes a few seconds.
@@ -184,7 +188,7 @@ class Cluster:
                     await _stop_actors(self.settings.namespace)
         finally:  # where actors can't be told to end, they end with Ray
             if self._owned:
-                await asyncio.to_thread(end_ray, self.home, self._ray_process)
+                await asyncio.to_thread(end_ray, self.home, self._ray_process, keep_logs)
             self._lock.close()
 
     # --- what is kept --------------------------------------------------------------------------
@@ -237,12 +241,13 @@ async def _stop_actors(namespace: str) -> None:
     ray.shutdown()
 
 
-def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None) -> bool:
+def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None, keep_logs: bool = False) -> bool:
     """End the Ray that a fleet's folder tells of, and every process under it; whether there was one.
 
     Args:
         home: `<state_dir>/<fleet>`.
         process: the Ray process, if it is a child of this one (it must be reaped).
+        keep_logs: until the next fleet of this folder starts.
     """
     state = _state(home)
     if state is None:
@@ -268,7 +273,8 @@ def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None) -> bool:
                 os.kill(left, signal.SIGKILL)
     if process is not None:
         process.wait()
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    if not keep_logs:
+        shutil.rmtree(temp_dir, ignore_errors=True)
     if "settings" in state:
         clear_shelves(Path(state["settings"]["sync"]["retain_folder"]), home)
     (home / "fleet.json").unlink(missing_ok=True)
@@ -332,12 +338,6 @@ def _fixed(settings: config.Settings) -> dict[str, Any]:
     del data["engine"]["count"]  # a fleet may have been scaled
     fixed = {section: {key: data[section][key] for key in keys or data[section]} for section, keys in _FIXED.items()}
     return {**fixed, "token": token}
-
-
-def _secret(text: str) -> Any:
-    from pydantic import SecretStr
-
-    return SecretStr(text)
 
 
 def _kept_secret(path: Path) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
 from weightsync.fleet.left_out import WHOLE, absent, lost, other_base
@@ -80,7 +81,8 @@ class Ledger:
         """Raise `UpdateConflict` where an update is under way, on behalf of another one if that is named."""
         if (busy := self.current) is not None:
             about = f"update {busy.request.update_id} to version {busy.request.version} is under way ({busy.state})"
-            raise UpdateConflict(about, hint="Wait for it to end, or abort it", update_id=update_id)
+            hint = f"Wait for it to end, or abort it (`weightsync abort {busy.request.update_id}`)"
+            raise UpdateConflict(about, hint=hint, update_id=update_id)
 
     @property
     def ready(self) -> int:
@@ -107,6 +109,8 @@ class Ledger:
             self._rightly[status.engine] = status.update_id
         if self.came_late(status):
             status = replace(status, state=EngineState.QUARANTINED, version=None, reason=LATE, retained=None)
+        if (known := self.engines.get(status.engine)) is not None:
+            status = replace(status, failed=_failed(known, status))
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
             self.rewinds, self.committed_version, self.committed_update = status.rewinds, status.version, status.update_id
@@ -322,11 +326,21 @@ class Ledger:
                 rewinds=rewinds if verdict.committed else before.rewinds,
                 update_id=update_id if verdict.committed else before.update_id,
                 reason=str((verdict.error or {}).get("code", "")),
+                failed=verdict.error,
             )
 
     def _trim(self) -> None:
         while len(self._updates) > self._history:
             self._updates.popitem(last=False)
+
+
+def _failed(known: EngineStatus, now: EngineStatus) -> dict[str, Any] | None:
+    """How an engine's last update failed: the book knows, also when the engine serves on, or has restarted since.
+
+    One that serves what it was said to have failed at had answered too late.
+    """
+    late = now.state == EngineState.SERVING and (known.failed or {}).get("update_id") == now.update_id
+    return None if late else known.failed
 
 
 def _rank(engine: EngineStatus) -> tuple[int, int]:

@@ -99,7 +99,8 @@ class Scaling:
             until = time.monotonic() + self._settings.sync.control_timeout_seconds
             while (update := self._ledger.current) is not None and set(ordinals) & set(update.engines):
                 if time.monotonic() > until:
-                    raise UpdateConflict(f"update {update.request.update_id} is under way", hint="Wait for it to end, or abort it")
+                    hint = f"Wait for it to end, or abort it (`weightsync abort {update.request.update_id}`)"
+                    raise UpdateConflict(f"update {update.request.update_id} is under way", hint=hint)
                 await asyncio.sleep(_LOOK_SECONDS)
         except WeightSyncError:
             self._ledger.leaving -= set(ordinals)

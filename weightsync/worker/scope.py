@@ -1,8 +1,9 @@
 """What a partial update is about: tensors of the engine's checkpoint whose names match a pattern, whole layers only.
 
-A reload makes a layer anew, so that what nothing arrives for would start as in a fresh
-one: a scope has all tensors of a layer, or none (all of q, k and v; all experts of a
-layer). An output head that is the embedding is in a scope with it, or neither is.
+A layer here is a module of the engine's model that owns parameters (`qkv_proj`, not a decoder
+layer). A reload makes it anew, so that what nothing arrives for would start as in a fresh
+one: a scope has all tensors of a layer, or none (all of q, k and v; all experts of a block).
+An output head that is the embedding is in a scope with it, or neither is.
 
 Values that a first run of the model caches are computed anew for all of it, from the weights
 as they are: nobody can tell which of them such a value comes from.
