@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,13 @@ def rendered(values: dict[str, Any]) -> dict[str, str]:
 
 
 def documents(values: dict[str, Any]) -> list[dict[str, Any]]:
-    texts = [text for name, text in rendered(values).items() if name.endswith(".yaml")]
+    """The manifests; the caller's own."""
+    return copy.deepcopy(_documents(json.dumps(values)))
+
+
+@cache
+def _documents(values: str) -> list[dict[str, Any]]:
+    texts = [text for name, text in rendered(json.loads(values)).items() if name.endswith(".yaml")]
     return [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
@@ -33,7 +42,11 @@ def pods(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Pod templates of head, workers and API."""
     kinds = by_kind(found)
     ray = kinds["RayCluster"]["spec"]
-    return [ray["headGroupSpec"]["template"], *(group["template"] for group in ray["workerGroupSpecs"]), kinds["Deployment"]["spec"]["template"]]
+    return [
+        ray["headGroupSpec"]["template"],
+        *(group["template"] for group in ray["workerGroupSpecs"]),
+        kinds["Deployment"]["spec"]["template"],
+    ]
 
 
 def containers(template: dict[str, Any]) -> list[dict[str, Any]]:
@@ -55,7 +68,11 @@ def closed(schema: Any) -> Any:
     found = {key: closed(value) for key, value in schema.items()}
     if found.pop("x-kubernetes-int-or-string", False) is True:
         found.pop("type", None)
-    if isinstance(found.get("properties"), dict) and found.get("type") == "object" and not found.get("x-kubernetes-preserve-unknown-fields"):
+    if (
+        isinstance(found.get("properties"), dict)
+        and found.get("type") == "object"
+        and not found.get("x-kubernetes-preserve-unknown-fields")
+    ):
         found.setdefault("additionalProperties", False)
     return found
 

@@ -7,9 +7,18 @@
 # VERBOSE       --verbose or nothing
 set -euo pipefail
 
-settings=${SETTINGS:-/etc/weightsync/fleet.toml}
-log=/tmp/ray-start.log
-rm -rf /tmp/ray "$log" # of a container before this one
+tmp=${TMPDIR:-/tmp} # Ray's rule, too
+log=$tmp/ray-start.log
+rm -rf "$tmp/ray" "$log" # of a container before this one
+
+node='' serve=''
+end() {
+  # Killed, not told to end: told, it would end the engines, which belong to the RayCluster. The next `serve` adopts them.
+  [ -z "$serve" ] || kill -KILL "$serve" 2>/dev/null || true
+  [ -z "$node" ] || kill -TERM "$node" 2>/dev/null || true
+  [ -z "$node" ] || wait "$node" 2>/dev/null || true
+}
+trap 'end; exit 0' TERM INT
 
 until ray health-check --address "$HEAD" >/dev/null 2>&1; do
   echo "waiting for Ray's head at $HEAD"
@@ -20,21 +29,12 @@ ray start --address="$HEAD" --node-ip-address="$POD_IP" --num-cpus=0 --num-gpus=
   --disable-usage-stats --block >"$log" 2>&1 &
 node=$!
 
-serve=
-end() {
-  # Killed, not told to end: told, it would end the engines, which belong to the RayCluster. The next `serve` adopts them.
-  [ -z "$serve" ] || kill -KILL "$serve" 2>/dev/null || true
-  kill -TERM "$node" 2>/dev/null || true
-  wait "$node" 2>/dev/null || true
-}
-trap 'end; exit 0' TERM INT
-
 until grep -q "Ray runtime started" "$log"; do
   kill -0 "$node" 2>/dev/null || { cat "$log"; exit 1; }
   sleep 0.5
 done
 
-weightsync serve --config "$settings" ${VERBOSE:+"$VERBOSE"} &
+weightsync serve --config /etc/weightsync/fleet.toml ${VERBOSE:+"$VERBOSE"} &
 serve=$!
 
 # Whichever ends first, the other is of no use: a `serve` whose node has lost the head can't reach its fleet any more.
