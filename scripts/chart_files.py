@@ -123,7 +123,7 @@ def _references(node: Any) -> set[str]:
 
 def values(whole: dict[str, Any]) -> str:
     """`values.yaml`: every value with its default, under its description."""
-    head = "Written by scripts/chart_files.py; every value that there is, with its default. Sizes and ports follow from `fleet` where they can."
+    head = "Written by scripts/chart_files.py: every value that there is, with its default."
     lines = [*_comment(head, 0)]
     for key, field in whole["properties"].items():
         if key != "global":
