@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,14 @@ def pods(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def containers(template: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = template["spec"]["containers"]
     return found
+
+
+def floats(node: Any) -> Iterator[float]:
+    if isinstance(node, float):
+        yield node
+    elif isinstance(node, (dict, list)):
+        for inner in node.values() if isinstance(node, dict) else node:
+            yield from floats(inner)
 
 
 def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from helm_python import HelmRenderError, HelmValuesError
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
-from tests.charts import CHART, EXAMPLES, by_kind, closed, containers, documents, merged, pods, rendered, violations
+from tests.charts import CHART, EXAMPLES, by_kind, closed, containers, documents, floats, merged, pods, rendered, violations
 from weightsync import config
 from weightsync.fleet import cluster
 
@@ -124,6 +124,7 @@ def test_it_lints_and_every_manifest_fits_kubernetes_schemas(case: str) -> None:
     kinds = set()
     for document in documents(CASES[case]):
         kinds.add(document["kind"])
+        assert not list(floats(document))  # Kubernetes refuses 1e+09 where it wants a whole number; the schemas don't
         assert "namespace" not in document["metadata"]
         if document["kind"] not in CRDS:
             fits_kubernetes(document)

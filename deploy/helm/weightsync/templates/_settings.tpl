@@ -35,7 +35,7 @@ JSON's scalars are TOML's too.
 {{- else if kindIs "map" $value -}}
 {{- $entries := list -}}
 {{- range $key, $inner := $value -}}
-{{- $entries = append $entries (printf "%s = %s" (toRawJson $key) (include "weightsync.toml" (list (printf "%s.%s" $path $key) $inner))) -}}
+{{- $entries = append $entries (printf "%s = %s" (toJson $key) (include "weightsync.toml" (list (printf "%s.%s" $path $key) $inner))) -}}
 {{- end -}}
 { {{- join ", " $entries -}} }
 {{- else if kindIs "slice" $value -}}
@@ -45,7 +45,7 @@ JSON's scalars are TOML's too.
 {{- end -}}
 [ {{- join ", " $entries -}} ]
 {{- else -}}
-{{- toRawJson $value -}}
+{{- toJson $value -}}
 {{- end -}}
 {{- end -}}
 

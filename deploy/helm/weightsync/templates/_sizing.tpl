@@ -25,7 +25,7 @@ in one pod. Refuses what can't be.
 {{- $sharing := 1 -}}
 {{- $room := $byCpu -}}
 {{- if and (gt $each 0.0) (lt $each 1.0) -}}
-{{- $sharing = addf (divf 1.0 $each) 0.000001 | floor | int -}}
+{{- $sharing = divf 1.0 $each | floor | int -}}
 {{- $room = mul $workers.gpusPerNode $sharing | int -}}
 {{- else if ge $each 1.0 -}}
 {{- $room = divf (float64 $workers.gpusPerNode) $each | floor | int -}}
