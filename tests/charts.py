@@ -62,6 +62,12 @@ def floats(node: Any) -> Iterator[float]:
             yield from floats(inner)
 
 
+def strings(node: Any) -> set[str]:
+    if isinstance(node, (dict, list)):
+        return set().union(*map(strings, node.values() if isinstance(node, dict) else node))
+    return {node} if isinstance(node, str) else set()
+
+
 def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     both = {key: merged(values[key], over[key]) for key in values.keys() & over.keys() if isinstance(over[key], dict)}
     return values | over | both

@@ -21,7 +21,7 @@ from helm_python import HelmRenderError, HelmValuesError
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
-from tests.charts import CHART, EXAMPLES, by_kind, closed, containers, documents, floats, merged, pods, rendered, violations
+from tests.charts import CHART, EXAMPLES, by_kind, closed, containers, documents, floats, merged, pods, rendered, strings, violations
 from weightsync import config
 from weightsync.fleet import cluster
 
@@ -415,3 +415,58 @@ def test_in_the_hosts_network_no_two_pods_share_a_node() -> None:
         labels = template["metadata"]["labels"]
         assert term["labelSelector"]["matchLabels"].items() <= labels.items()
         assert (template["spec"]["hostNetwork"], template["spec"]["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_pods_refer_to_is_made_or_was_named(case: str) -> None:
+    found = documents(CASES[case])
+    there = {(document["kind"], document["metadata"]["name"]) for document in found}
+    there |= {(kind, name) for kind in ("Secret", "PersistentVolumeClaim", "ServiceAccount") for name in strings(CASES[case])}
+    for template in pods(found):
+        spec = template["spec"]
+        assert ("ServiceAccount", spec["serviceAccountName"]) in there
+        for volume in spec["volumes"]:
+            for source, kind, key in (
+                ("secret", "Secret", "secretName"),
+                ("configMap", "ConfigMap", "name"),
+                ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
+            ):
+                assert source not in volume or (kind, volume[source][key]) in there
+        for container in containers(template):
+            assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+            for entry in container["env"]:
+                if secret := entry.get("valueFrom", {}).get("secretKeyRef"):
+                    assert ("Secret", secret["name"]) in there
+
+
+def test_selectors_find_what_they_are_for_and_nothing_else() -> None:
+    found = documents(SWITCHES["together"])
+    kinds = by_kind(found)
+    labels = {template["metadata"]["labels"]["app.kubernetes.io/component"]: template["metadata"]["labels"] for template in pods(found)}
+    assert set(labels) == {"head", "worker", "api"}
+
+    def picks(selector: dict[str, str]) -> set[str]:
+        return {component for component, own in labels.items() if selector.items() <= own.items()}
+
+    assert picks(kinds["Service"]["spec"]["selector"]) == {"api"}
+    assert picks(kinds["Deployment"]["spec"]["selector"]["matchLabels"]) == {"api"}
+    assert picks(kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]) == {"head", "worker", "api"}
+    budgets = [document for document in found if document["kind"] == "PodDisruptionBudget"]
+    assert [picks(budget["spec"]["selector"]["matchLabels"]) for budget in budgets] == [{"head"}, {"worker"}]
+    assert kinds["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items() <= kinds["Service"]["metadata"]["labels"].items()
+    # KubeRay labels its pods with the cluster's name.
+    assert kinds["PodMonitor"]["spec"]["selector"]["matchLabels"] == {"ray.io/cluster": kinds["RayCluster"]["metadata"]["name"]}
+    (port,) = kinds["Service"]["spec"]["ports"]
+    assert port["targetPort"] in {port["name"] for port in containers(kinds["Deployment"]["spec"]["template"])[0]["ports"]}
+    assert kinds["ServiceMonitor"]["spec"]["endpoints"][0]["port"] == port["name"]
+
+
+def test_devices_for_rdma_come_with_the_pod() -> None:
+    def worker(rdma: dict[str, Any]) -> dict[str, Any]:
+        template = pods(documents({"workers": {"rdma": rdma}}))[1]
+        resources: dict[str, Any] = containers(template)[0]["resources"]
+        return resources
+
+    assert not [name for name in worker({})["limits"] if name.startswith("rdma")]
+    resources = worker({"enabled": True, "resource": "rdma/hca", "count": 4})
+    assert resources["limits"]["rdma/hca"] == resources["requests"]["rdma/hca"] == 4
