@@ -20,7 +20,7 @@ help: ## this list
 	@printf '  PYTHON=…       interpreter to set up on; for test-gpu the one to test with\n'
 	@printf '  ARGS="…"       passed on by demo and the test targets\n'
 
-setup: $(READY) ## create .venv (about a minute, 2.8 GB)
+setup: $(READY) ## create .venv (about a minute, 3.1 GB)
 
 $(READY): pyproject.toml requirements/cpu.lock scripts/setup.sh
 	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup.sh

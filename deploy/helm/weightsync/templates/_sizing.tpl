@@ -1,0 +1,65 @@
+{{/*
+What worker pods are like, as JSON: replicas, engines (in each), gpus, shmGiB, memoryGiB. All workers of an engine live
+in one pod. Refuses what can't be.
+*/}}
+{{- define "weightsync.sizing" -}}
+{{- $engine := .Values.fleet.engine -}}
+{{- $sync := .Values.fleet.sync -}}
+{{- $workers := .Values.workers -}}
+{{- $count := int $engine.count -}}
+{{- $inside := mul $engine.tensor_parallel_size $engine.pipeline_parallel_size $engine.data_parallel_size | int -}}
+{{- $each := float64 $inside -}}
+{{- if eq $engine.device "cpu" -}}
+{{- $each = 0.0 -}}
+{{- else if not (kindIs "invalid" $engine.gpus) -}}
+{{- $each = float64 $engine.gpus -}}
+{{- if and (gt $inside 1) (ne $each (float64 $inside)) -}}
+{{- fail (printf "fleet.engine.gpus: got %v, want %d or null: every worker of an engine has a GPU of its own" $engine.gpus $inside) -}}
+{{- end -}}
+{{- end -}}
+{{- if ge (int $sync.min_available) $count -}}
+{{- fail (printf "fleet.sync.min_available: got %v, want fewer than the %d of fleet.engine.count" $sync.min_available $count) -}}
+{{- end -}}
+
+{{- $byCpu := divf (float64 $workers.cpu) (float64 $engine.cpus) | floor | int -}}
+{{- $sharing := 1 -}}
+{{- $room := $byCpu -}}
+{{- if and (gt $each 0.0) (lt $each 1.0) -}}
+{{- $sharing = divf 1.0 $each | floor | int -}}
+{{- $room = mul $workers.gpusPerNode $sharing | int -}}
+{{- else if ge $each 1.0 -}}
+{{- $room = divf (float64 $workers.gpusPerNode) $each | floor | int -}}
+{{- end -}}
+{{- if lt $room 1 -}}
+{{- fail (printf "workers: an engine needs %v GPU(s) and %v core(s) of one node, and workers.gpusPerNode is %v, workers.cpu %v" $each $engine.cpus $workers.gpusPerNode $workers.cpu) -}}
+{{- end -}}
+{{- $replicas := divf (float64 $count) (float64 $room) | ceil | int -}}
+{{- $engines := divf (float64 $count) (float64 $replicas) | ceil | int -}}
+{{- if gt $engines $byCpu -}}
+{{- fail (printf "workers.cpu: got %v, want %v: each pod has %d engines of fleet.engine.cpus %v" $workers.cpu (mulf $engines $engine.cpus | ceil) $engines $engine.cpus) -}}
+{{- end -}}
+
+{{- $gpus := 0 -}}
+{{- if ge $each 1.0 -}}
+{{- $gpus = mulf $engines $each | ceil | int -}}
+{{- else if gt $each 0.0 -}}
+{{- $gpus = divf (float64 $engines) (float64 $sharing) | ceil | int -}}
+{{- end -}}
+{{- if not (kindIs "invalid" $workers.gpus) -}}
+{{- if or (lt (int $workers.gpus) $gpus) (gt (int $workers.gpus) (int $workers.gpusPerNode)) -}}
+{{- fail (printf "workers.gpus: got %v, want %d to %v: what the pod's engines need, and what a node has" $workers.gpus $gpus $workers.gpusPerNode) -}}
+{{- end -}}
+{{- $gpus = int $workers.gpus -}}
+{{- end -}}
+
+{{- $keeping := min (int $sync.retain_engines) $engines -}}
+{{- if eq $sync.stage "none" -}}
+{{- $keeping = 0 -}}
+{{- end -}}
+{{- $store := divf (float64 .Values.ray.objectStoreMiB) 1024.0 | ceil | int -}}
+{{- $shm := add (mul (max $gpus 1) $workers.ncclShmGiB) (mul 2 $workers.weightsGiB $keeping) $store | int -}}
+{{- if not (kindIs "invalid" $workers.shmGiB) -}}
+{{- $shm = int $workers.shmGiB -}}
+{{- end -}}
+{{- dict "replicas" $replicas "engines" $engines "gpus" $gpus "shmGiB" $shm "memoryGiB" (add $workers.memoryGiB $shm) | toJson -}}
+{{- end -}}
