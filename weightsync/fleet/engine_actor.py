@@ -37,7 +37,7 @@ from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
 from weightsync.fleet.ledger import LATE
 from weightsync.fleet.left_out import other_base
-from weightsync.fleet.reports import failure, require_ranks
+from weightsync.fleet.reports import Inventory, failure, require_ranks
 from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
@@ -74,6 +74,7 @@ class EngineActor(Handing, Holding, Resting):
         self._update_id: str | None = None
         self._rewinds = 0  # that lie before the version held
         self._highest = -1  # version that this process has served
+        self._committed: float | None = None  # when, Unix time
         self._ran = False  # requests may have gone on with the update that is being applied
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
@@ -178,6 +179,7 @@ class EngineActor(Handing, Holding, Resting):
             self._state, self._reason = EngineState.DEAD, CORE_DIED
         elif self._starting is not None and self._starting.done() and self._starting.exception() is not None:
             self._state, self._reason = EngineState.DEAD, "start_failed"
+        inventory = self._engine.inventory if self._engine is not None else Inventory()
         status = EngineStatus(
             engine=self._ordinal,
             state=self._state,
@@ -191,6 +193,9 @@ class EngineActor(Handing, Holding, Resting):
             rewinds=self._rewinds,
             retained=self._kept(),
             pinned=self._pinned,
+            committed_unix_seconds=self._committed,
+            slots=dict(inventory.slots),
+            memory=dict(inventory.memory),
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
@@ -270,7 +275,7 @@ class EngineActor(Handing, Holding, Resting):
         try:
             verdict = await self._commit(update_id, version)
             if verdict.committed:
-                self._rewinds = rewinds
+                self._rewinds, self._committed = rewinds, time.time()
             return verdict
         finally:
             self._settled.set()

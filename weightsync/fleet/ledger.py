@@ -16,7 +16,7 @@ Not covered: who is pinned (`pinning`), and who is written when (`waves`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,7 @@ class Ledger:
         self._followed = False  # an engine that follows updates has been seen to hold it
         self._rightly: dict[int, str | None] = {}  # engines, and an update that they hold whatever its verdicts say: handed on, or pinned
         self._updates: OrderedDict[str, Update] = OrderedDict()
+        self._steps: deque[tuple[tuple[int, int], str | None]] = deque(maxlen=history)  # what was committed one after the other
 
     @property
     def require(self) -> int:
@@ -113,7 +114,7 @@ class Ledger:
             status = replace(status, failed=_failed(known, status))
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
-            self.rewinds, self.committed_version, self.committed_update = status.rewinds, status.version, status.update_id
+            self._reach(status.rewinds, status.version, status.update_id)
         # Before the first version an engine is there when it has started.
         if self._holds(status) or (self.committed_version is None and status.workers):
             self.joining.discard(status.engine)
@@ -121,7 +122,24 @@ class Ledger:
         kept = status.retained
         # All that held it may have been restarted, with the controller; what a pinned engine holds may be long ago.
         if kept is not None and not self._followed and (kept.rewinds, kept.version) > self._reached:
-            self.rewinds, self.committed_version, self.committed_update = kept.rewinds, kept.version, kept.update_id
+            self._reach(kept.rewinds, kept.version, kept.update_id)
+
+    def _reach(self, rewinds: int, version: int, update_id: str | None) -> None:
+        """The fleet has committed this."""
+        if self._steps and self._steps[-1][0] == (rewinds, version):
+            self._steps.pop()  # the same version, once more
+        self.rewinds, self.committed_version, self.committed_update = rewinds, version, update_id
+        self._steps.append((self._reached, update_id))
+
+    def behind(self, engine: EngineStatus) -> int | None:
+        """How many updates the fleet has committed since the one that an engine holds, as far as this controller has seen them.
+
+        None for an engine that holds no version.
+        """
+        if engine.version is None:
+            return None
+        held = _rank(engine)
+        return sum(step > held or (step == held and update_id != engine.update_id) for step, update_id in self._steps)
 
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
@@ -306,8 +324,8 @@ class Ledger:
         enough = committed >= self.require
         # An engine that came back during the update may have brought a higher version with it.
         if committed and (update.rewinds, update.request.version) >= self._reached:
-            self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
-            self.committed_update, self._followed = update.request.update_id, True
+            self._reach(update.rewinds, update.request.version, update.request.update_id)
+            self._incomplete, self._followed = not enough, True
         for verdict in verdicts:
             self._enter(verdict, update.request.update_id, update.rewinds)
         update.move(UpdateState.COMMITTED if enough else UpdateState.ABORTED)

@@ -247,7 +247,8 @@ class Roster:
             base_update=update.base_update,
         )
         try:
-            await self._reports(ordinal, self.handle(ordinal).begin, encode(order))
+            plain = await asyncio.to_thread(encode, order)  # seconds, where there are very many tensors
+            await self._reports(ordinal, self.handle(ordinal).begin, plain)
         except DeadlineExceeded as exc:
             self._lose(ordinal, exc.code)
             raise
