@@ -62,6 +62,7 @@ class EngineState(enum.StrEnum):
 
     PENDING = "pending"  # holds no committed version yet
     SERVING = "serving"
+    PAUSED = "paused"  # holds its version, and generates nothing until an operator resumes it
     UPDATING = "updating"  # drained, paused, weights being written
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
@@ -306,6 +307,7 @@ class EngineStatus:
         pinned: name of the pin that holds it at its version, and out of updates; empty if none does.
         failed: why the last update that it took part in did not commit in it, `WeightSyncError.to_dict()`; also when it serves on with
             the version before. None when it did.
+        paused: an operator has paused it: when it would serve, it says `paused` until it is resumed.
         committed_unix_seconds: when it committed last; None before the first time of its process.
         slots: how many its storage contract has, by class; summed over workers, as `memory` is.
         memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
@@ -324,6 +326,7 @@ class EngineStatus:
     retained: Retained | None = None
     pinned: str = ""
     failed: dict[str, Any] | None = None
+    paused: bool = False
     committed_unix_seconds: float | None = None
     slots: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)

@@ -37,6 +37,8 @@ from weightsync.protocol import (
 LATE = "late_commit"
 #: What is said of one that an update was lost with, while it gives no reason itself.
 LOST = "lost"
+#: What engines do that hold the version which they say.
+HOLDING = (EngineState.SERVING, EngineState.PAUSED)
 
 
 class Ledger:
@@ -88,12 +90,12 @@ class Ledger:
     @property
     def ready(self) -> int:
         """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
-        return sum(self._holds(e) for e in self._following)
+        return sum(self._holds(e) and e.state == EngineState.SERVING for e in self._following)
 
     def _holds(self, engine: EngineStatus) -> bool:
-        """Whether an engine serves what the update brought that the committed version is of."""
+        """Whether an engine serves, or would if it were not paused, what the update brought that the committed version is of."""
         held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self.committed_update
-        return held and engine.state == EngineState.SERVING
+        return held and engine.state in HOLDING
 
     @property
     def states(self) -> dict[int, EngineState]:
@@ -124,6 +126,11 @@ class Ledger:
         if kept is not None and not self._followed and (kept.rewinds, kept.version) > self._reached:
             self._reach(kept.rewinds, kept.version, kept.update_id)
 
+    def note_pause(self, status: EngineStatus) -> None:
+        """Take in of what an engine says just whether it is paused."""
+        if (known := self.engines.get(status.engine)) is not None:
+            self.engines[status.engine] = replace(known, paused=status.paused)
+
     def _reach(self, rewinds: int, version: int, update_id: str | None) -> None:
         """The fleet has committed this."""
         if self._steps and self._steps[-1][0] == (rewinds, version):
@@ -148,7 +155,7 @@ class Ledger:
         have sent other weights under that number since.
         """
         update = self._updates.get(status.update_id or "")
-        if update is None or not update.state.final or status.state != EngineState.SERVING:
+        if update is None or not update.state.final or status.state not in HOLDING:
             return False
         told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
         told = told or self._rightly.get(status.engine) == status.update_id
@@ -166,7 +173,7 @@ class Ledger:
         """
         if self._incomplete or self.committed_update is None:
             return {}
-        states = EngineState.PENDING, EngineState.QUARANTINED, EngineState.SERVING
+        states = EngineState.PENDING, EngineState.QUARANTINED, *HOLDING
         there = [e for e in self._following if e.workers and e.state in states]
         return {e.engine: self.committed_update for e in there if not self._holds(e)}
 
@@ -357,7 +364,7 @@ def _failed(known: EngineStatus, now: EngineStatus) -> dict[str, Any] | None:
 
     One that serves what it was said to have failed at had answered too late.
     """
-    late = now.state == EngineState.SERVING and (known.failed or {}).get("update_id") == now.update_id
+    late = now.state in HOLDING and (known.failed or {}).get("update_id") == now.update_id
     return None if late else known.failed
 
 

@@ -1,16 +1,15 @@
-"""What operators have the controller do beside updates: sleep, scale, pins. Each answers with the fleet's status.
+"""What operators have the controller do beside updates: sleep, pauses, scale, pins. Each answers with the fleet's status.
 
-Not covered: what happens in an engine (`resting`, `holding`).
+Not covered: what happens in an engine (`resting`, `pausing`, `holding`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from weightsync.fleet.calls import answers
 from weightsync.fleet.pins import Pins
 from weightsync.fleet.rejoin import Rejoin
-from weightsync.fleet.roster import Roster
 from weightsync.fleet.scaling import Scaling
 from weightsync.fleet.showing import Showing
 
@@ -18,7 +17,6 @@ from weightsync.fleet.showing import Showing
 class Operating(Showing):
     """Attributes are those of `Controller`. Coroutines marked `answers` are methods of the actor."""
 
-    _roster: Roster
     _rejoin: Rejoin
     _scaling: Scaling
     _pins: Pins
@@ -30,6 +28,26 @@ class Operating(Showing):
         try:
             await self._rejoin.give_way()
             await self._roster.rest(engines, level, timeout_seconds)
+        finally:
+            self._show()
+        return self._status()
+
+    @answers
+    async def pause(self, engines: list[int], timeout_seconds: float) -> dict[str, Any]:
+        """Have engines generate nothing until `resume`; all that have started when none is named. `FleetStatus`.
+
+        At any moment: one that is being written is paused when it has its verdict.
+        """
+        return await self._halt("pause", engines, timeout_seconds)
+
+    @answers
+    async def resume(self, engines: list[int], timeout_seconds: float) -> dict[str, Any]:
+        """Have engines go on, as `pause`. `FleetStatus`."""
+        return await self._halt("resume", engines, timeout_seconds)
+
+    async def _halt(self, order: Literal["pause", "resume"], engines: list[int], timeout_seconds: float) -> dict[str, Any]:
+        try:
+            await self._roster.halt(order, engines, timeout_seconds)
         finally:
             self._show()
         return self._status()

@@ -1,4 +1,4 @@
-"""What a controller shows: the fleet's status, updates, metrics. Answers at once, whatever update is under way.
+"""What a controller shows: the fleet's status, updates, metrics, all at once whatever update is under way; and an engine's contract.
 
 Not covered: what an engine's own process shows of itself (`engine_actor`).
 """
@@ -12,6 +12,7 @@ from weightsync.codec import encode
 from weightsync.config import Settings
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.roster import Roster
 from weightsync.metrics import Recorder
 from weightsync.protocol import FleetStatus
 
@@ -21,6 +22,7 @@ class Showing:
 
     _settings: Settings
     _ledger: Ledger
+    _roster: Roster
     _recorder: Recorder
     _heart: asyncio.Task[None] | None
 
@@ -63,6 +65,11 @@ class Showing:
     async def update(self, update_id: str) -> dict[str, Any]:
         """One `UpdateStatus`."""
         return dict(encode(self._known(update_id).status))
+
+    @answers
+    async def contract(self, ordinal: int) -> dict[str, Any]:
+        """What an engine's workers have sealed, and what became of it: `ContractAnswer` by rank."""
+        return {"engine": ordinal, "workers": await self._roster.contract(ordinal)}
 
     @answers
     async def metrics(self) -> str:
