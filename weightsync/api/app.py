@@ -1,4 +1,4 @@
-"""FastAPI routes. Health and metrics need no token and name nothing; the rest does.
+"""FastAPI routes. Health, metrics and the description need no token and name nothing; the rest does, whatever its path.
 
 Every answer that is not 2xx is `{"error": {code, message, hint, …}}`, the form of
 `errors.WeightSyncError`; without the token it is the code alone. Bodies are JSON
@@ -31,8 +31,10 @@ from weightsync.protocol import MAX_VERSION, FleetStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
-#: What lies under this path needs the token.
+#: Where the routes lie that need the token.
 _GUARDED = "/v1"
+#: All that may be asked without it, under just these names: health, metrics, and the description of the API.
+_OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
 
 
 class Controller(Protocol):
@@ -232,7 +234,7 @@ def _commit_body(body: CommitBody | None = None) -> CommitBody:
 
 def _handle_errors(app: FastAPI) -> None:
     def answer(request: Request, error: WeightSyncError) -> JSONResponse:
-        if not request.scope["path"].startswith(_GUARDED):
+        if _route(request.scope) in _OPEN:
             # Health and metrics need no token, so no text, which may name addresses or models.
             error = WeightSyncError.from_dict({"code": error.code, "message": error.code, "retryable": error.retryable})
         return JSONResponse({"error": error.to_dict()}, error.http_status, headers={"retry-after": "1"} if error.retryable else None)
@@ -255,6 +257,12 @@ def _handle_errors(app: FastAPI) -> None:
         return answer(request, InternalError(f"{type(exc).__name__}: {exc}"))
 
 
+def _route(scope: Any) -> str:
+    """The path that routes are found by: behind a proxy, or mounted in another application, the root path is no part of it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 class _Guard:
     """ASGI middleware, before anything is read: the token, and a limit to the body, announced or not."""
 
@@ -265,7 +273,7 @@ class _Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].startswith(_GUARDED) and not has_token(scope, self._token().encode()):
+        if _route(scope) not in _OPEN and not has_token(scope, self._token().encode()):
             error: WeightSyncError = AuthError(
                 "missing or wrong bearer token",
                 hint="Send `Authorization: Bearer <token>`; `weightsync serve` prints where the token is kept",
