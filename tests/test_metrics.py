@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -338,3 +340,16 @@ def test_names_and_labels_keep_to_the_rules() -> None:
             assert set(sample.labels) <= LABELS
             assert re.fullmatch(r"\d+", sample.labels.get("engine", "0")), "an ordinal, never an address"
     assert "an-update" not in text and "layers.0" not in text
+
+
+def require_promtool_content(text: str) -> None:
+    """That Prometheus's own tool has nothing against a text of metrics; the test is skipped where the tool is not."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian has it in the package prometheus)")
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_promtool_has_nothing_against_them() -> None:
+    require_promtool_content(full_text())

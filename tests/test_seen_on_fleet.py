@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.fleets import PROMPTS, Fleet, answers, engine_pid, wait_until
-from tests.test_metrics import samples
+from tests.test_metrics import require_promtool_content, samples
 from weightsync import WeightSync
 from weightsync.codec import decode
 from weightsync.errors import NoEngineReady, Refused, WeightSyncError
@@ -60,6 +60,10 @@ def test_metrics_tell_each_engines_own(fleet: Fleet, sync: WeightSync, tensors: 
         kept = found[f"weightsync_rollback_bytes{{{mine}}}"] + found[f"weightsync_retained_bytes{{{mine}}}"]
         assert nbytes <= kept < 2 * nbytes and found[f"weightsync_staging_bytes{{{mine}}}"] == 0
     assert sync.status().engines[0].slots["weight"] == found['weightsync_contract_slots{class="weight",engine="0"}']
+
+
+def test_promtool_has_nothing_against_what_a_fleet_says(fleet: Fleet, sync: WeightSync) -> None:
+    require_promtool_content(httpx.get(f"{fleet.url}/metrics", timeout=10).text)
 
 
 def test_a_contract_is_told_worker_by_worker(fleet: Fleet, sync: WeightSync) -> None:
