@@ -28,6 +28,7 @@ from tests.peers import Peer
 from weightsync import WeightSync, config
 from weightsync.codec import decode, encode
 from weightsync.errors import ManifestRefused, WeightSyncError
+from weightsync.fleet.reports import Inventory
 from weightsync.protocol import BeginOrder, WorkerReport
 from weightsync.transport.retained import folder_of
 from weightsync.worker.held import Held
@@ -169,7 +170,7 @@ class Core:
     alive = True
 
     def __init__(self) -> None:
-        self.worker, self.slow_seconds = Worker(), 0.0
+        self.worker, self.slow_seconds, self.inventory = Worker(), 0.0, Inventory()
         self.writes: dict[str, int] = {}
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:

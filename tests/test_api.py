@@ -23,9 +23,10 @@ from starlette.testclient import TestClient
 from weightsync import errors
 from weightsync.api import app as api
 from weightsync.api.health import readiness
-from weightsync.codec import encode
+from weightsync.codec import decode, encode
 from weightsync.errors import ServiceUnreachable, WeightSyncError
-from weightsync.protocol import EngineState, EngineStatus, FleetStatus
+from weightsync.protocol import ContractAnswer, EngineState, EngineStatus, FleetStatus
+from weightsync.storage.contract import Kind
 
 TOKEN = "right-token"
 LIMIT = 1 << 16
@@ -34,6 +35,7 @@ OPEN = ["/livez", "/readyz", "/metrics"]
 GUARDED = [
     ("GET", "/v1/status"),
     ("GET", "/v1/engines"),
+    ("GET", "/v1/engines/0/contract"),
     ("GET", "/v1/targets"),
     ("GET", "/v1/updates"),
     ("GET", "/v1/updates/u-1"),
@@ -42,6 +44,8 @@ GUARDED = [
     ("POST", "/v1/updates/u-1/abort"),
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
+    ("POST", "/v1/pause"),
+    ("POST", "/v1/resume"),
     ("POST", "/v1/scale"),
     ("POST", "/v1/pin"),
     ("POST", "/v1/unpin"),
@@ -112,7 +116,11 @@ def error_of(response: Any) -> WeightSyncError:
 
 def test_the_routes_tried_here_are_all_there_are(bare: TestClient) -> None:
     paths = bare.get("/openapi.json").json()["paths"]
-    found = {(method.upper(), path.replace("{update_id}", "u-1")) for path, methods in paths.items() for method in methods}
+    found = {
+        (method.upper(), path.replace("{update_id}", "u-1").replace("{ordinal}", "0"))
+        for path, methods in paths.items()
+        for method in methods
+    }
     assert found == set(GUARDED) | {("GET", path) for path in OPEN}
 
 
@@ -263,6 +271,7 @@ CASES = [
     ((engine(0), engine(1, EngineState.SERVING, 2)), 3, 1, True, ("engine_behind",)),
     ((engine(0), engine(1, EngineState.ASLEEP, 3)), 3, 1, True, ("engine_asleep",)),
     ((engine(0, EngineState.ASLEEP, None),), 3, 1, False, ("too_few_engines_ready", "engine_asleep")),
+    ((engine(0), engine(1, EngineState.PAUSED, 3)), 3, 2, False, ("too_few_engines_ready", "engine_paused")),
     ((engine(0, EngineState.UPDATING, 3),), 3, 1, False, ("too_few_engines_ready",)),
     ((engine(0, EngineState.SERVING, 0),), 0, 1, True, ()),
     ((engine(0), dataclasses.replace(engine(1, EngineState.SERVING, 2), pinned="eval")), 3, 1, True, ()),
@@ -295,6 +304,9 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.post("/v1/updates/u-1/abort", json={"reason": "skipped"}).json() == {"method": "abort"}
     assert client.post("/v1/sleep", json={"level": 2, "engines": [1], "timeout_seconds": 9}).json() == {"method": "rest"}
     assert client.post("/v1/wake", json={}).json() == {"method": "rest"}
+    assert client.post("/v1/pause", json={"engines": [1], "timeout_seconds": 9}).json() == {"method": "pause"}
+    assert client.post("/v1/resume", json={}).json() == {"method": "resume"}
+    assert client.get("/v1/engines/1/contract").json() == {"method": "contract"}
     assert client.post("/v1/scale", json={"engines": 3}).json() == {"method": "scale"}
     assert client.post("/v1/pin", json={"name": "eval", "version": 3}).json() == {"method": "pin"}
     assert client.post("/v1/pin", json={"name": "eval-2.x_Y", "version": 3, "engines": 2}).json() == {"method": "pin"}
@@ -309,6 +321,9 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("abort", "u-1", "skipped"),
         ("rest", [1], 2, 9.0),
         ("rest", [], 0, 300.0),
+        ("pause", [1], 9.0),
+        ("resume", [], 300.0),
+        ("contract", 1),
         ("scale", 3, "wait", 60.0),
         ("pin", "eval", 3, 1),
         ("pin", "eval-2.x_Y", 3, 2),
@@ -424,6 +439,9 @@ def test_deeply_nested_json_is_refused(client: TestClient, controller: Controlle
         ("/v1/sleep", {"level": 3}),
         ("/v1/wake", {"level": 1}),
         ("/v1/wake", {"engines": "all"}),
+        ("/v1/pause", {"level": 1}),
+        ("/v1/pause", {"engines": [0.5]}),
+        ("/v1/resume", {"timeout_seconds": 0}),
         ("/v1/pin", {"version": -1, "name": ""}),
         ("/v1/pin", {"version": 2**53, "name": "a b"}),
         ("/v1/pin", {"name": "eval\n"}),
@@ -512,6 +530,25 @@ def test_openapi_describes_every_route(bare: TestClient) -> None:
             node = node[part]
     for name in ("CommitBody", "AbortBody"):
         assert document["components"]["schemas"][name]["additionalProperties"] is False
+
+
+def test_every_body_and_what_it_is_about_has_an_example(bare: TestClient) -> None:
+    document = bare.get("/openapi.json").json()
+    for name, schema in document["components"]["schemas"].items():
+        if name.endswith("Body"):
+            assert all(field.get("examples") for field in schema["properties"].values()), name
+    contract = document["paths"]["/v1/engines/{ordinal}/contract"]["get"]
+    example = contract["responses"]["200"]["content"]["application/json"]["example"]
+    answers = [decode(ContractAnswer, worker) for worker in example["workers"]]
+    assert answers and all(answer.contract is not None for answer in answers)
+    assert set(answers[0].contract.slots) == {str(kind) for kind in Kind}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ordinal", ["-1", "x", "1.5", "9" * 30])
+def test_an_ordinal_that_is_none_is_refused(client: TestClient, controller: Controller, ordinal: str) -> None:
+    response = client.get(f"/v1/engines/{ordinal}/contract")
+    assert response.status_code == 422 and "ordinal" in error_of(response).message
+    assert controller.calls == []
 
 
 def test_the_pages_of_the_description_load(bare: TestClient) -> None:

@@ -407,7 +407,7 @@ def test_a_sleep_behind_the_beginning_of_an_update_is_seen_before_the_first_writ
 
 def test_behind_a_light_sleep_all_is_as_it_was(sleeper: Worker) -> None:
     sleeper.update(weights(1))
-    sleeper.applier._regions._spare = object()  # type: ignore[assignment]
+    sleeper.applier._regions._spare = SimpleNamespace(nbytes=64)  # type: ignore[assignment]
     assert sleeper.applier.fall_asleep(1).checks == {}
     assert sleeper.applier._regions._spare is None, "what is kept for the next update is the engine's to give back"
     sleeper.memory.sleep(1)

@@ -143,14 +143,14 @@ def test_new_requests_wait_at_the_gate_and_pass_when_it_opens() -> None:
         vllm, reason = Vllm(), list[str | None]([None])
         gate = Gate(vllm, TOKEN, lambda: reason[0], LIMIT)
         vllm.finish.set()
-        gate.hold("wait")
+        gate.hold("wait", EngineUpdating("x"))
         asked, models = ask(gate, "new"), ask(gate, "", "GET")
         await moment()
         assert (await models).status == 200, "what generates nothing passes"
         assert not asked.done() and vllm.running == [] and len(gate.inside) == 0
         gate.release()
         assert (await asked).body == b"new"
-        gate.hold("wait")
+        gate.hold("wait", EngineUpdating("x"))
         out = ask(gate, "another")
         await moment()
         reason[0] = "apply_failed"
@@ -165,7 +165,7 @@ def test_new_requests_are_refused_with_a_code_of_their_own() -> None:
         vllm = Vllm()
         gate = Gate(vllm, TOKEN, lambda: None, LIMIT)
         vllm.finish.set()
-        gate.hold("refuse")
+        gate.hold("refuse", EngineUpdating("it is updated", hint="Come again"))
         answer = await ask(gate, "new")
         assert (answer.status, answer.headers[b"retry-after"], answer.error.code) == (503, b"1", "engine_updating")
         assert isinstance(answer.error, EngineUpdating) and answer.error.retryable and answer.error.hint

@@ -17,6 +17,7 @@ from tests.workers import NAMES, Worker, weights, without_vllm
 from weightsync import config
 from weightsync.errors import InternalError, VerdictNotOk
 from weightsync.fleet.engine_actor import EngineActor
+from weightsync.fleet.reports import Inventory
 from weightsync.protocol import EngineState
 
 
@@ -31,6 +32,7 @@ class Core:
     alive = True
 
     def __init__(self, *workers: Worker) -> None:
+        self.inventory = Inventory()
         self.workers, self.stamped, self.running, self.resets, self.ended = workers, -1, True, 0, 0
         self.fail = {"reset": 0, "stamp": 0, "resume": 0}
 
@@ -62,7 +64,9 @@ class Core:
         assert not self.running or method in ("weightsync_begin", "weightsync_keep", "weightsync_abort"), (
             "weights are written below requests"
         )
-        return [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]
+        answers = [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]
+        self.inventory.note(answers)
+        return answers
 
     def _one(self, worker: Worker, method: str, *args: Any) -> dict[str, Any]:
         from weightsync.worker.extension import WeightSyncExtension

@@ -182,7 +182,10 @@ def test_pinned_engines_are_not_taken_away() -> None:
 
 def test_metrics_count_them() -> None:
     recorder = Recorder()
-    recorder.fleet([at(0), at(1, pin="eval"), at(2, pin="b")], 5, 0, 1, False)
+    ledger = Ledger(None, 10)
+    for status in (at(0), at(1, pin="eval"), at(2, pin="b")):
+        ledger.see(status)
+    recorder.fleet(ledger)
     assert "weightsync_pinned_engines 2.0" in recorder.text().splitlines()
 
 

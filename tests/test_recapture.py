@@ -18,7 +18,7 @@ from weightsync.worker.admission import Frozen
 from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.sleep import Sleep
-from weightsync.worker.staging import Whole
+from weightsync.worker.staging import Regions, Whole
 
 
 @pytest.fixture
@@ -153,6 +153,8 @@ class TestAnUpdate:
             _back=None,
             _map=LoadMap({}),
             _heads={},
+            _held=Held(),
+            _regions=Regions(),
             _alone=True,
         )
         return made
@@ -280,7 +282,7 @@ def test_an_update_is_loaded_by_every_worker_before_any_runs_the_model_or_captur
     vars(made).update(
         _guard=guard, _lazies=lazies, _wrote=False, _heads={}, _checks={}, _seconds={}, _map=LoadMap({}), _frozen=Frozen([], LoadMap({}))
     )
-    vars(made).update(_held=Held(), _sleep=Sleep(SimpleNamespace(asleep=lambda: False)))
+    vars(made).update(_held=Held(), _sleep=Sleep(SimpleNamespace(asleep=lambda: False)), _regions=Regions())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weightsync.worker.vllm_compat.Reload", lambda *_: reload)
         report = made.apply("u")
@@ -294,7 +296,7 @@ def staged(**more: Any) -> Any:
     plan = plan_buckets(offered.manifest, 64)
     order = SimpleNamespace(request=SimpleNamespace(update_id="u", scope=()), stage="host", retain=False)
     whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
-    return SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole, **more)
+    return SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole, into=None, **more)
 
 
 class _Reload(contextlib.nullcontext[Any]):

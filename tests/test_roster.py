@@ -389,7 +389,7 @@ def test_a_rejoin_takes_no_further_engine_out_of_service_when_a_trainer_comes(tm
             ledger.see(replace(engine(ordinal, 3), update_id="old"))
         ledger.see(replace(engine(0, 4), update_id="new", retained=Retained("new", 4, 0, 4096, "hash", 8, "new")))
         ended: list[str] = []
-        rejoin = Rejoin(roster, ledger, Membership(sync, 1, 1), sync, ended.append)
+        rejoin = Rejoin(roster, ledger, Membership(sync, 1, 1), sync, lambda how, *_: ended.append(how))
         rejoin.look()
         await asyncio.wait_for(writing.wait(), 5)
         trainer = asyncio.create_task(rejoin.give_way())
@@ -413,7 +413,7 @@ def test_a_rejoin_does_not_begin_for_engines_that_can_not_be_taken(third: Engine
     ledger.see(replace(engine(1, 3), update_id="old"))
     ledger.see(replace(engine(0, 4), update_id="new", retained=Retained("new", 4, 0, 4096, "hash", 8, "new")))
     ledger.see(replace(engine(2, 4, third), update_id="new"))
-    rejoin = Rejoin(roster, ledger, Membership(sync, 1, 1), sync, lambda _: None)
+    rejoin = Rejoin(roster, ledger, Membership(sync, 1, 1), sync, lambda *_: None)
 
     async def run() -> None:
         rejoin.look()

@@ -403,3 +403,14 @@ def test_what_a_trainer_was_lent_is_not_taken_away_under_it() -> None:
     data = torch.full((1 << 24,), 7, dtype=torch.uint8)
     staging.Whole(OFFER.manifest, PLAN, data).let_go()
     assert int(data[1 << 23]) == 0
+
+
+def test_memory_that_is_kept_for_the_next_update_is_counted_while_nobody_uses_it() -> None:
+    regions = staging.Regions()
+    regions._host = [HostMemory(64), HostMemory(128)]
+    update = regions._host[0].tensor()
+    assert regions.nbytes == 128
+    del update
+    assert regions.nbytes == 192
+    regions.drop()
+    assert regions.nbytes == 0

@@ -1,4 +1,4 @@
-"""The command line: `serve | demo | status | push | abort | scale | pin | unpin | check | stop`.
+"""The command line: `serve | demo | status | push | abort | scale | pin | unpin | pause | resume | check | stop`.
 
 Settings of `serve` are flags made from `config.Settings` (`--engine.model`,
 `--api.port`, …). Heavy imports happen in the command that needs them.
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     scale.set_defaults(run=_scale)
 
     _add_pins(commands)
+    _add_halts(commands)
 
     check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
     check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
@@ -132,6 +133,18 @@ def _add_pins(commands: Any) -> None:
     unpin.add_argument("name", help="of the pin")
     _add_client(unpin)
     unpin.set_defaults(run=_unpin)
+
+
+def _add_halts(commands: Any) -> None:
+    for order, about in (
+        ("pause", "have engines generate nothing until they are resumed, while updates go on"),
+        ("resume", "have paused engines go on"),
+    ):
+        parser = commands.add_parser(order, help=about)
+        parser.add_argument("engines", type=int, nargs="*", metavar="ENGINE", help="ordinals; all engines when none is given")
+        parser.add_argument("--timeout", type=float, default=300.0, help="how long an engine may take, seconds (default 300)")
+        _add_client(parser)
+        parser.set_defaults(run=_halt, order=order)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +286,14 @@ def _unpin(args: argparse.Namespace) -> int:
         status = client.unpin(args.name)
     others = ", ".join(sorted({e.pinned for e in status.engines if e.pinned})) or "none"
     print(f"unpinned: engine {', '.join(held)}" if held else f"no engine was pinned as {args.name}; pins: {others}")
+    return 0
+
+
+def _halt(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        status = (client.pause if args.order == "pause" else client.resume)(args.engines, args.timeout)
+    paused = ", ".join(str(e.engine) for e in status.engines if e.paused)
+    print(f"paused: engine {paused}" if paused else "no engine is paused")
     return 0
 
 

@@ -1,8 +1,12 @@
-"""Every metric by name, and the recorder that an actor holds.
+"""Every metric by name, and the recorder that the controller holds.
 
 An own registry per recorder (nothing global), base units, no tensor name or
 update id in a label; `engine` is an ordinal. A fault in recording is logged and
 never reaches an update.
+
+Gauges of an engine go with it. Counters are the controller's own, so they go on over restarts
+of an engine, and stay when it has left: one of that ordinal that comes later goes on with them.
+A new controller begins at zero.
 
 Not covered: metrics of vLLM itself, and of the trainer.
 """
@@ -11,17 +15,42 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from weightsync.errors import HeldBack, WeightSyncError
-from weightsync.protocol import PROTOCOL_VERSION, EngineState, EngineStatus, UpdateState, UpdateStatus
+from weightsync.errors import DigestMismatch, HeldBack, WeightSyncError
+from weightsync.protocol import PROTOCOL_VERSION, EngineState, EngineStatus, EngineVerdict, Phase, UpdateState, UpdateStatus
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+#: Where there is one for each engine and phase: 64 engines are some 6,000 series.
+_FEW_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300)
+#: What became of slots in an update, and the count in a verdict's `checks` that says so.
+_DRIFT = {
+    "adopted": "adopted",
+    "refreshed": "refreshed",
+    **{fault: f"faults_{fault}" for fault in ("lost", "anonymous", "moved", "changed_layout", "scalar")},
+}
+
+
+class Book(Protocol):
+    """What gauges are set from (`fleet.ledger.Ledger`)."""
+
+    engines: dict[int, EngineStatus]
+    committed_version: int | None
+    rewinds: int
+
+    @property
+    def ready(self) -> int: ...
+
+    @property
+    def current(self) -> Any: ...
+
+    def behind(self, engine: EngineStatus) -> int | None: ...
 
 
 def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
@@ -40,16 +69,33 @@ class Recorder:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        new: dict[str, Any] = {"registry": self._registry}
-        self._build = Gauge("weightsync_build_info", "Constant 1.", ["version", "protocol"], **new)
+        self._known: set[int] = set()  # engines whose counters are there
+        self._make_counters(registry=self._registry)
+        self._make_gauges(registry=self._registry)
+        self._make_engine_gauges(registry=self._registry)
+
+    def _make_counters(self, **new: Any) -> None:
         self._updates = Counter("weightsync_updates", "Updates that ended.", ["outcome"], **new)
         self._refused = Counter("weightsync_refused_updates", "Updates refused before any byte moved.", ["reason"], **new)
         self._phase = Histogram(
             "weightsync_update_phase_seconds", "Time of each phase of committed updates.", ["phase"], buckets=_SECONDS_BUCKETS, **new
         )
-        self._pause = Histogram(
-            "weightsync_engine_pause_seconds", "Time an engine generated nothing for an update.", buckets=_SECONDS_BUCKETS, **new
+        self._lag = Histogram(
+            "weightsync_publish_lag_seconds", "From a trainer's begin to the commit of its update.", buckets=_SECONDS_BUCKETS, **new
         )
+        self._engine_phase = Histogram(
+            "weightsync_engine_phase_seconds", "Time of phases in engines that committed.", ["engine", "phase"], buckets=_FEW_BUCKETS, **new
+        )
+        self._pause = Histogram(
+            "weightsync_engine_pause_seconds", "Time an engine generated nothing for an update.", ["engine"], buckets=_FEW_BUCKETS, **new
+        )
+        self._drift = Counter(
+            "weightsync_drift_slots",
+            "Slots of a storage contract that updates have moved, and what became of them.",
+            ["engine", "what"],
+            **new,
+        )
+        self._mismatches = Counter("weightsync_digest_mismatches", "Updates that ended as an engine got bytes that were not sent.", **new)
         self._tries = Counter(
             "weightsync_second_tries", "Applies that an engine tried once more, and how the engine came out.", ["outcome"], **new
         )
@@ -61,18 +107,35 @@ class Recorder:
         self._rejoins = Counter(
             "weightsync_rejoins", "Engines brought to the committed version by another one, and how it ended.", ["outcome"], **new
         )
-        self._retained = Gauge("weightsync_retained_bytes", "Host memory that an engine keeps for such.", ["engine"], **new)
         self._bytes = Counter("weightsync_sent_bytes", "Bytes of the tensors of committed updates.", **new)
+
+    def _make_gauges(self, **new: Any) -> None:
+        self._build = Gauge("weightsync_build_info", "Constant 1.", ["version", "protocol"], **new)
         self._committed = Gauge("weightsync_committed_version", "Version the fleet has committed; -1 before the first.", **new)
         self._rewinds = Gauge("weightsync_rewinds", "How often the fleet has gone back to an earlier version.", **new)
-        self._version = Gauge("weightsync_engine_version", "Version an engine holds; -1 if none.", ["engine"], **new)
         self._states = Gauge("weightsync_engines", "Engines by state.", ["state"], **new)
         self._ready = Gauge("weightsync_ready_engines", "Engines that serve the committed version; pinned ones don't count.", **new)
         self._pinned = Gauge("weightsync_pinned_engines", "Engines that are held at a version and left out of updates.", **new)
         self._in_progress = Gauge("weightsync_update_in_progress", "1 while an update is under way.", **new)
         self._last = Gauge("weightsync_last_commit_timestamp_seconds", "Unix time of the last commit; 0 before the first.", **new)
+        self._last_bytes = Gauge("weightsync_last_broadcast_bytes", "Bytes of the tensors of the last committed update.", **new)
+        self._last_rate = Gauge(
+            "weightsync_last_broadcast_bytes_per_second", "Those bytes by the time that the slowest engine took to receive them.", **new
+        )
         self._committed.set(-1)
-        self._shown: set[str] = set()  # engines with gauges of their own
+
+    def _make_engine_gauges(self, **new: Any) -> None:
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(f"weightsync_{name}", about, ["engine", *labels], **new)
+
+        self._version = gauge("engine_version", "Version an engine holds; -1 if none.")
+        self._behind = gauge("engine_staleness_updates", "Updates committed since the one that an engine holds; left out if it holds none.")
+        self._age = gauge("engine_staleness_seconds", "Time since an engine committed last; left out before its first.")
+        self._slots = gauge("contract_slots", "Slots of an engine's storage contract, by class.", "class")
+        self._retained = gauge("retained_bytes", "Host memory that an engine keeps for engines that come later.")
+        self._staging = gauge("staging_bytes", "Memory in which an engine holds an update beside its weights, or keeps for the next.")
+        self._rollback = gauge("rollback_bytes", "Host memory of the update that an engine comes back to; 0 if it is the retained one.")
+        self._of_engines = self._version, self._behind, self._age, self._slots, self._retained, self._staging, self._rollback
 
     @_never_fails
     def build(self, version: str) -> None:
@@ -83,48 +146,95 @@ class Recorder:
         self._refused.labels(error.code).inc()
 
     @_never_fails
-    def rejoined(self, outcome: str) -> None:
-        """Count an engine that got its weights from another: `committed`, `failed`, or `gave_way` to a trainer."""
+    def rejoined(self, outcome: str, verdict: EngineVerdict | None = None, error: WeightSyncError | None = None) -> None:
+        """Count an engine that got its weights from another: `committed`, `failed`, or `gave_way` to a trainer.
+
+        Args:
+            verdict: how it came out, if it got so far.
+            error: what ended it before.
+        """
         self._rejoins.labels(outcome).inc()
+        self._mismatches.inc(_differed(error.to_dict() if error else None, verdict))
+        if verdict is not None:
+            self._verdict(verdict)
 
     @_never_fails
     def ended(self, update: UpdateStatus) -> None:
         """Count an update that committed or aborted."""
         self._updates.labels(str(update.state)).inc()
+        self._mismatches.inc(_differed(update.error, *update.verdicts))
         for verdict in update.verdicts:
-            if verdict.committed:
-                self._pause.observe(verdict.pause_seconds)
-            if tries := verdict.checks.get("second_tries", 0):
-                self._tries.labels("committed" if verdict.committed else "failed").inc(tries)
-            self._held_back.inc((verdict.error or {}).get("code") == HeldBack.code)
-            for outcome in ("ended", "kept"):
-                self._in_flight.labels(outcome).inc(verdict.checks.get(f"requests_{outcome}", 0))
-            self._rollbacks.inc(verdict.checks.get("rolled_back", 0))
+            self._verdict(verdict)
         if update.state == UpdateState.COMMITTED:
-            self._bytes.inc(update.nbytes)
-            self._last.set(update.ended_unix_seconds or 0)
-            for phase, seconds in update.seconds.items():
-                self._phase.labels(phase).observe(seconds)
+            self._committed_one(update)
+
+    def _committed_one(self, update: UpdateStatus) -> None:
+        ended = update.ended_unix_seconds or 0
+        self._bytes.inc(update.nbytes)
+        self._last.set(ended)
+        self._lag.observe(max(0.0, ended - update.began_unix_seconds))
+        for phase, seconds in update.seconds.items():
+            self._phase.labels(phase).observe(seconds)
+        self._last_bytes.set(update.nbytes)
+        # The workers' own time, where they told it: the controller's has their meeting in it, and its looks every so often.
+        received = [v.seconds[Phase.RECEIVE] for v in update.verdicts if v.committed and Phase.RECEIVE in v.seconds]
+        if seconds := max(received, default=update.seconds.get(Phase.RECEIVE, 0.0)):
+            self._last_rate.set(update.nbytes / seconds)
+
+    def _verdict(self, verdict: EngineVerdict) -> None:
+        engine, checks = str(verdict.engine), verdict.checks
+        if verdict.committed:
+            self._pause.labels(engine).observe(verdict.pause_seconds)
+            for phase, seconds in verdict.seconds.items():
+                self._engine_phase.labels(engine, phase).observe(seconds)
+        for what, count in _DRIFT.items():
+            self._drift.labels(engine, what).inc(checks.get(count, 0))
+        if tries := checks.get("second_tries", 0):
+            self._tries.labels("committed" if verdict.committed else "failed").inc(tries)
+        self._held_back.inc((verdict.error or {}).get("code") == HeldBack.code)
+        for outcome in ("ended", "kept"):
+            self._in_flight.labels(outcome).inc(checks.get(f"requests_{outcome}", 0))
+        self._rollbacks.inc(checks.get("rolled_back", 0))
 
     @_never_fails
-    def fleet(self, engines: Iterable[EngineStatus], committed: int | None, rewinds: int, ready: int, in_progress: bool) -> None:
+    def fleet(self, book: Book) -> None:
         """Set the gauges from the ledger."""
-        engines = list(engines)
-        for gone in self._shown - {str(engine.engine) for engine in engines}:
-            self._version.remove(gone)
-            self._retained.remove(gone)
-        self._shown = {str(engine.engine) for engine in engines}
-        self._committed.set(-1 if committed is None else committed)
-        self._rewinds.set(rewinds)
-        self._ready.set(ready)
+        engines = list(book.engines.values())
+        self._committed.set(-1 if book.committed_version is None else book.committed_version)
+        self._rewinds.set(book.rewinds)
+        self._ready.set(book.ready)
         self._pinned.set(sum(bool(e.pinned) for e in engines))
-        self._in_progress.set(int(in_progress))
+        self._in_progress.set(int(book.current is not None))
         for state in EngineState:
             self._states.labels(str(state)).set(sum(e.state == state for e in engines))
+        for gauge in self._of_engines:
+            gauge.clear()
         for engine in engines:
-            self._version.labels(str(engine.engine)).set(-1 if engine.version is None else engine.version)
-            self._retained.labels(str(engine.engine)).set(engine.retained.nbytes if engine.retained else 0)
+            self._engine(engine, book.behind(engine))
+
+    def _engine(self, engine: EngineStatus, behind: int | None) -> None:
+        ordinal = str(engine.engine)
+        if engine.engine not in self._known:
+            self._known.add(engine.engine)
+            for what in _DRIFT:
+                self._drift.labels(ordinal, what)  # from 0 on, so that the first one shows as a rise
+        self._version.labels(ordinal).set(-1 if engine.version is None else engine.version)
+        if behind is not None:
+            self._behind.labels(ordinal).set(behind)
+        if engine.committed_unix_seconds is not None:
+            self._age.labels(ordinal).set(max(0.0, time.time() - engine.committed_unix_seconds))
+        for kind, count in engine.slots.items():
+            self._slots.labels(ordinal, kind).set(count)
+        self._retained.labels(ordinal).set(engine.retained.nbytes if engine.retained else 0)
+        self._staging.labels(ordinal).set(engine.memory.get("staging", 0))
+        self._rollback.labels(ordinal).set(engine.memory.get("rollback", 0))
 
     def text(self) -> str:
         """Everything in Prometheus's text format."""
         return generate_latest(self._registry).decode()
+
+
+def _differed(error: dict[str, Any] | None, *verdicts: EngineVerdict | None) -> bool:
+    """Whether an update, or an engine's part in it, ended since bytes arrived that were not sent."""
+    errors = [error, *(verdict.error for verdict in verdicts if verdict is not None)]
+    return any(error["code"] == DigestMismatch.code for error in errors if error is not None)

@@ -24,7 +24,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
@@ -62,6 +62,7 @@ class EngineState(enum.StrEnum):
 
     PENDING = "pending"  # holds no committed version yet
     SERVING = "serving"
+    PAUSED = "paused"  # holds its version, and generates nothing until an operator resumes it
     UPDATING = "updating"  # drained, paused, weights being written
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
@@ -226,6 +227,7 @@ class WorkerReport:
         checks: what the verdict counted, for example `addresses` or `layers`.
         place: where this worker's weights lie, when it was asked what it is.
         unclaimed: names of the manifest that this worker can't place, with how to say each; refused when no worker can.
+        memory: bytes that it holds beside the live weights: `staging` of an update, and `rollback`, what is kept to come back to.
     """
 
     rank: int
@@ -239,6 +241,7 @@ class WorkerReport:
     checks: dict[str, int] = field(default_factory=dict)
     place: Place | None = None
     unclaimed: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -304,6 +307,10 @@ class EngineStatus:
         pinned: name of the pin that holds it at its version, and out of updates; empty if none does.
         failed: why the last update that it took part in did not commit in it, `WeightSyncError.to_dict()`; also when it serves on with
             the version before. None when it did.
+        paused: an operator has paused it: when it would serve, it says `paused` until it is resumed.
+        committed_unix_seconds: when it committed last; None before the first time of its process.
+        slots: how many its storage contract has, by class; summed over workers, as `memory` is.
+        memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
     """
 
     engine: int
@@ -319,6 +326,10 @@ class EngineStatus:
     retained: Retained | None = None
     pinned: str = ""
     failed: dict[str, Any] | None = None
+    paused: bool = False
+    committed_unix_seconds: float | None = None
+    slots: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FastAPI routes. Health and metrics need no token and name nothing; the rest does.
+"""FastAPI routes. Health, metrics and the description need no token and name nothing; the rest does, whatever its path.
 
 Every answer that is not 2xx is `{"error": {code, message, hint, …}}`, the form of
 `errors.WeightSyncError`; without the token it is the code alone. Bodies are JSON
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 import weightsync
 from weightsync.api.discovery import targets
+from weightsync.api.examples import CONTRACT
 from weightsync.api.health import readiness
 from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
@@ -30,8 +31,10 @@ from weightsync.protocol import MAX_VERSION, FleetStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
-#: What lies under this path needs the token.
+#: Where the routes lie that need the token.
 _GUARDED = "/v1"
+#: All that may be asked without it, under just these names: health, metrics, and the description of the API.
+_OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
 
 
 class Controller(Protocol):
@@ -57,14 +60,14 @@ class AbortBody(_Body):
     reason: str = Field(default="asked for", max_length=300, examples=["the training step was skipped"])
 
 
-class WakeBody(_Body):
-    """Body of a wake-up. All engines when none is named."""
+class EnginesBody(_Body):
+    """Body of what some engines shall do. All engines when none is named."""
 
     engines: list[int] = Field(default_factory=list, max_length=1024, examples=[[0]])
     timeout_seconds: float = Field(default=300.0, gt=0, le=86_400, examples=[300.0])
 
 
-class SleepBody(WakeBody):
+class SleepBody(EnginesBody):
     """Body of a sleep. Level 1 keeps weights on the host, level 2 drops them."""
 
     level: int = Field(default=1, ge=1, le=2, examples=[1])
@@ -147,6 +150,14 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     async def engines() -> list[dict[str, Any]]:
         return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
 
+    @router.get(
+        "/engines/{ordinal}/contract",
+        summary="What an engine's workers sealed of the memory that captured graphs read, and what became of it",
+        responses={200: {"content": {"application/json": {"example": CONTRACT}}}},
+    )
+    async def contract(ordinal: Annotated[int, Path(ge=0, le=MAX_VERSION, examples=[0])]) -> dict[str, Any]:
+        return dict(await controller.ask("contract", ordinal, timeout_seconds=2 * seconds))
+
     @router.get("/targets", summary="The same as a Prometheus HTTP service-discovery document")
     async def discovery() -> list[dict[str, Any]]:
         return targets(decode(FleetStatus, await controller.ask("status", timeout_seconds=seconds)))
@@ -156,8 +167,16 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
         return await rest(body, body.level)
 
     @router.post("/wake", summary="Have engines take it again; answers with the fleet's status")
-    async def wake(body: WakeBody) -> dict[str, Any]:
+    async def wake(body: EnginesBody) -> dict[str, Any]:
         return await rest(body, 0)
+
+    @router.post("/pause", summary="Have engines generate nothing until they are resumed; updates go on; answers with the fleet's status")
+    async def pause(body: EnginesBody) -> dict[str, Any]:
+        return await halt("pause", body)
+
+    @router.post("/resume", summary="Have paused engines go on; answers with the fleet's status")
+    async def resume(body: EnginesBody) -> dict[str, Any]:
+        return await halt("resume", body)
 
     @router.post("/scale", summary="Add engines, or take some away; answers with the fleet's status while those that come are starting")
     async def scale(body: ScaleBody) -> dict[str, Any]:
@@ -173,7 +192,11 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     async def unpin(body: UnpinBody) -> dict[str, Any]:
         return dict(await controller.ask("unpin", body.name, timeout_seconds=4 * seconds))
 
-    async def rest(body: WakeBody, level: int) -> dict[str, Any]:
+    async def halt(order: str, body: EnginesBody) -> dict[str, Any]:
+        most = body.timeout_seconds + seconds
+        return dict(await controller.ask(order, body.engines, body.timeout_seconds, timeout_seconds=most))
+
+    async def rest(body: EnginesBody, level: int) -> dict[str, Any]:
         most = body.timeout_seconds + seconds
         return dict(await controller.ask("rest", body.engines, level, body.timeout_seconds, timeout_seconds=most))
 
@@ -211,7 +234,7 @@ def _commit_body(body: CommitBody | None = None) -> CommitBody:
 
 def _handle_errors(app: FastAPI) -> None:
     def answer(request: Request, error: WeightSyncError) -> JSONResponse:
-        if not request.scope["path"].startswith(_GUARDED):
+        if _route(request.scope) in _OPEN:
             # Health and metrics need no token, so no text, which may name addresses or models.
             error = WeightSyncError.from_dict({"code": error.code, "message": error.code, "retryable": error.retryable})
         return JSONResponse({"error": error.to_dict()}, error.http_status, headers={"retry-after": "1"} if error.retryable else None)
@@ -234,6 +257,12 @@ def _handle_errors(app: FastAPI) -> None:
         return answer(request, InternalError(f"{type(exc).__name__}: {exc}"))
 
 
+def _route(scope: Any) -> str:
+    """The path that routes are found by: behind a proxy, or mounted in another application, the root path is no part of it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 class _Guard:
     """ASGI middleware, before anything is read: the token, and a limit to the body, announced or not."""
 
@@ -244,7 +273,7 @@ class _Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].startswith(_GUARDED) and not has_token(scope, self._token().encode()):
+        if _route(scope) not in _OPEN and not has_token(scope, self._token().encode()):
             error: WeightSyncError = AuthError(
                 "missing or wrong bearer token",
                 hint="Send `Authorization: Bearer <token>`; `weightsync serve` prints where the token is kept",

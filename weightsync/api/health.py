@@ -37,7 +37,8 @@ def readiness(status: FleetStatus, min_ready: int) -> Readiness:
         reasons.append("no_committed_version")
     if status.ready < min_ready:
         reasons.append("too_few_engines_ready")
-    for state in (EngineState.PENDING, EngineState.ASLEEP, EngineState.LEAVING, EngineState.QUARANTINED, EngineState.DEAD):
+    states = EngineState.PENDING, EngineState.PAUSED, EngineState.ASLEEP, EngineState.LEAVING, EngineState.QUARANTINED, EngineState.DEAD
+    for state in states:
         if any(e.state == state for e in status.engines):
             reasons.append(f"engine_{state}")
     if any(e.state == EngineState.SERVING and not e.pinned and e.version != status.committed_version for e in status.engines):

@@ -20,8 +20,9 @@ def attachment(status: FleetStatus, step: int) -> Attachment:
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_VERSION:
         raise ConfigError(f"step: got {step!r}, want 0 to {MAX_VERSION}")
-    committed, here = status.committed_version, (EngineState.SERVING, step, status.rewinds)
-    behind = tuple(e.engine for e in status.engines if not e.pinned and (e.state, e.version, e.rewinds) != here)
+    committed, here = status.committed_version, (step, status.rewinds)
+    hold = {e.engine for e in status.engines if e.state in (EngineState.SERVING, EngineState.PAUSED) and (e.version, e.rewinds) == here}
+    behind = tuple(e.engine for e in status.engines if not e.pinned and e.engine not in hold)
     needed = committed != step or bool(behind)
     return Attachment(
         step=step,

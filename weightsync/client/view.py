@@ -100,6 +100,33 @@ class View:
         body = {"engines": list(engines), "timeout_seconds": timeout_seconds}
         return decode(FleetStatus, self._http.post("/v1/wake", body, timeout_seconds + 2 * CONTROL_SECONDS))
 
+    def pause(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
+        """Have engines generate nothing until `resume`; they take updates meanwhile, and stay paused behind them.
+
+        Requests that run fare by `sync.in_flight`, new ones by `sync.new_requests`, as at an update. An engine whose process restarts,
+        or that is added later, is not paused.
+
+        Args:
+            engines: ordinals; all that have started when empty.
+            timeout_seconds: how long an engine may take, an update that is being written to it included.
+
+        Raises:
+            Refused: there is no such engine.
+            WeightSyncError: the first engine's that failed; the others are paused.
+        """
+        return self._halt("/v1/pause", engines, timeout_seconds)
+
+    def resume(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
+        """Have paused engines go on; one that is not paused stays as it is. Arguments as in `pause`."""
+        return self._halt("/v1/resume", engines, timeout_seconds)
+
+    def _halt(self, path: str, engines: Sequence[int], seconds: float) -> FleetStatus:
+        try:
+            body = {"engines": list(engines), "timeout_seconds": seconds}
+            return decode(FleetStatus, self._http.post(path, body, seconds + 2 * CONTROL_SECONDS))
+        finally:
+            self._rollouts.forget()
+
     def scale(self, engines: int, drain: str = "wait", timeout_seconds: float = 60.0) -> FleetStatus:
         """Bring the fleet to so many engines, while updates and requests go on.
 

@@ -37,6 +37,7 @@ from weightsync.fleet import placement
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
+from weightsync.fleet.operating import Operating
 from weightsync.fleet.pins import Pins
 from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
@@ -44,7 +45,6 @@ from weightsync.fleet.scaling import Scaling
 from weightsync.metrics import Recorder
 from weightsync.protocol import (
     PROTOCOL_VERSION,
-    FleetStatus,
     Phase,
     UpdateRequest,
     UpdateState,
@@ -58,7 +58,7 @@ _POLL_SECONDS = 0.03
 _HEARTBEAT_SECONDS = 1.0
 
 
-class Controller:
+class Controller(Operating):
     """See the module. Coroutines marked `answers` are the actor's methods.
 
     Args:
@@ -122,41 +122,32 @@ class Controller:
             except Exception:
                 logger.exception("heartbeat failed")
 
-    def _show(self) -> None:
-        ledger = self._ledger
-        busy = ledger.current is not None
-        self._recorder.fleet(ledger.engines.values(), ledger.committed_version, ledger.rewinds, ledger.ready, busy)
-
     # --- one update ----------------------------------------------------------------------------
 
     @answers
     async def begin(self, data: dict[str, Any]) -> dict[str, Any]:
         """Admit an update; returns an `Admission`. The same update again gives the same answer."""
+        now, update_id = time.time(), str(data.get("update_id")) if isinstance(data, dict) else ""
+        self._asked[update_id] = ""
         try:
-            request = decode(UpdateRequest, data)
-        except ValueError as exc:
-            error: WeightSyncError = ManifestRefused(f"the request is not valid: {exc}", hint="Nothing was changed")
-            self._recorder.refused(error)
-            raise error from None
-        self._asked[request.update_id] = ""
-        async with self._admitting:
-            try:
-                return dict(encode((self._ledger.repeated(request) or await self._admit(request)).admission))
-            except WeightSyncError as exc:
-                self._recorder.refused(exc)
-                exc.update_id, exc.phase = request.update_id, str(Phase.ADMIT)
-                raise
-            finally:
-                self._asked.pop(request.update_id, None)
+            request = await _read(data)
+            async with self._admitting:
+                return dict(encode((self._ledger.repeated(request) or await self._admit(request, now)).admission))
+        except WeightSyncError as exc:
+            self._recorder.refused(exc)
+            exc.update_id, exc.phase = update_id or None, str(Phase.ADMIT)
+            raise
+        finally:
+            self._asked.pop(update_id, None)
 
-    async def _admit(self, request: UpdateRequest) -> Update:
+    async def _admit(self, request: UpdateRequest, now: float) -> Update:
         _check_versions(request)
         await self._rejoin.give_way()
         await self._refresh(waited_for=True)  # an engine that died a moment ago must not be counted on
         if why := self._asked.get(request.update_id):
             raise Aborted(f"aborted: {why}")
         began = time.monotonic()
-        update = self._ledger.admit(request, time.time())
+        update = self._ledger.admit(request, now)
         self._staged[request.update_id] = asyncio.Event()
         try:
             incarnations, places = self._roster.members(update.engines)
@@ -293,82 +284,23 @@ class Controller:
             )
         return update
 
-    @answers
-    async def rest(self, engines: list[int], level: int, timeout_seconds: float) -> dict[str, Any]:
-        """Put engines to sleep at one of vLLM's levels, or wake them (0); all when none is named. `FleetStatus`."""
-        self._ledger.require_idle()
-        try:
-            await self._rejoin.give_way()
-            await self._roster.rest(engines, level, timeout_seconds)
-        finally:
-            self._show()
-        return self._status()
-
-    @answers
-    async def scale(self, engines: int, drain: str, timeout_seconds: float) -> dict[str, Any]:
-        """Bring the fleet to so many engines (`Scaling.to`). `FleetStatus`."""
-        try:
-            await self._scaling.to(engines, drain, timeout_seconds)
-        finally:
-            self._show()
-        return self._status()
-
-    @answers
-    async def pin(self, name: str, version: int, count: int) -> dict[str, Any]:
-        """Hold engines at a version (`Pins.set`). `FleetStatus`."""
-        await self._pins.set(name, version, count)
-        self._show()
-        return self._status()
-
-    @answers
-    async def unpin(self, name: str) -> dict[str, Any]:
-        """Let the engines of a pin follow again (`Pins.take_off`). `FleetStatus`."""
-        await self._pins.take_off(name)
-        self._show()
-        return self._status()
-
-    # --- what is seen --------------------------------------------------------------------------
-
-    def _status(self) -> dict[str, Any]:
-        ledger = self._ledger
-        last = next(iter(ledger.list()), None)
-        status = FleetStatus(
-            fleet=self._settings.fleet,
-            committed_version=ledger.committed_version,
-            ready=ledger.ready,
-            engines=tuple(ledger.engines[ordinal] for ordinal in sorted(ledger.engines)),
-            update=last.status if last else None,
-            rewinds=ledger.rewinds,
-        )
-        return dict(encode(status))
-
-    @answers
-    async def status(self) -> dict[str, Any]:
-        """`FleetStatus`."""
-        if self._heart is None:
-            await self._refresh()
-        return self._status()
-
-    @answers
-    async def updates(self) -> list[dict[str, Any]]:
-        """`UpdateStatus` of every update that is remembered, newest first."""
-        return [encode(update.status) for update in self._ledger.list()]
-
-    @answers
-    async def update(self, update_id: str) -> dict[str, Any]:
-        """One `UpdateStatus`."""
-        return dict(encode(self._known(update_id).status))
-
-    @answers
-    async def metrics(self) -> str:
-        """Prometheus text."""
-        return self._recorder.text()
-
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._background.add(task)  # a task that nobody holds can be collected while it runs
         task.add_done_callback(self._background.discard)
         return task
+
+
+async def _read(data: Any) -> UpdateRequest:
+    """A request; read in a thread, since one of a hundred thousand tensors takes seconds, in which others want an answer.
+
+    Raises:
+        ManifestRefused: it is none.
+    """
+    try:
+        return await asyncio.to_thread(decode, UpdateRequest, data)
+    except ValueError as exc:
+        raise ManifestRefused(f"the request is not valid: {exc}", hint="Nothing was changed") from None
 
 
 def _check_versions(request: UpdateRequest) -> None:

@@ -6,9 +6,8 @@ committed version and update id. An update is told to it in short calls (`begin`
 version, resume; before it requests end, where they shall (`draining`). What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`); pinned it serves what it has
-and takes none (`holding`).
-An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines
-that come later, itself among them, `handing` sends.
+and takes none (`holding`); paused it serves nothing and takes updates (`pausing`).
+An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines that come later `handing` sends.
 
 Not covered: which of its requests an update interrupted.
 """
@@ -37,7 +36,7 @@ from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
 from weightsync.fleet.ledger import LATE
 from weightsync.fleet.left_out import other_base
-from weightsync.fleet.reports import failure, require_ranks
+from weightsync.fleet.reports import Inventory, failure, require_ranks
 from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
@@ -74,6 +73,7 @@ class EngineActor(Handing, Holding, Resting):
         self._update_id: str | None = None
         self._rewinds = 0  # that lie before the version held
         self._highest = -1  # version that this process has served
+        self._committed: float | None = None  # when, Unix time
         self._ran = False  # requests may have gone on with the update that is being applied
         self._settled = asyncio.Event()  # unset while an update is applied
         self._settled.set()
@@ -178,19 +178,24 @@ class EngineActor(Handing, Holding, Resting):
             self._state, self._reason = EngineState.DEAD, CORE_DIED
         elif self._starting is not None and self._starting.done() and self._starting.exception() is not None:
             self._state, self._reason = EngineState.DEAD, "start_failed"
+        inventory, shown = self._engine.inventory if self._engine is not None else Inventory(), self._shown
         status = EngineStatus(
             engine=self._ordinal,
-            state=self._state,
+            state=shown,
             version=self._version,
             update_id=self._update_id,
             url=self._url,
             model=self._settings.engine.served_model_name,
             workers=len(self._places),
             vllm_version=vllm_api.installed()[1],
-            reason="" if self._state == EngineState.SERVING else self._reason,
+            reason="" if shown == EngineState.SERVING else self._reason or str(shown),
             rewinds=self._rewinds,
             retained=self._kept(),
             pinned=self._pinned,
+            paused=self._draining.paused,
+            committed_unix_seconds=self._committed,
+            slots=dict(inventory.slots),
+            memory=dict(inventory.memory),
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
@@ -219,6 +224,12 @@ class EngineActor(Handing, Holding, Resting):
         return await self._workers_say("weightsync_poll")
 
     @answers
+    async def contract(self) -> list[dict[str, Any]]:
+        """Every worker's storage contract, by rank; not while an update is being applied, which keeps the workers."""
+        self._require_idle()
+        return await self._workers_say("weightsync_contract")
+
+    @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
         """End an update in every worker, unless it is being applied: then its verdict ends it."""
         if (task := self._commits.get(update_id)) is not None and not task.done():
@@ -230,8 +241,7 @@ class EngineActor(Handing, Holding, Resting):
         """Apply a staged update; the verdict. A repeated call waits for the same one."""
         if update_id not in self._commits:
             self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
-        verdict: dict[str, Any] = encode(await asyncio.shield(self._commits[update_id]))
-        return verdict
+        return dict(encode(await asyncio.shield(self._commits[update_id])))
 
     async def _workers_say(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """A call that each worker answers at once; one that hangs must not keep the calls of this actor."""
@@ -270,7 +280,7 @@ class EngineActor(Handing, Holding, Resting):
         try:
             verdict = await self._commit(update_id, version)
             if verdict.committed:
-                self._rewinds = rewinds
+                self._rewinds, self._committed = rewinds, time.time()
             return verdict
         finally:
             self._settled.set()
@@ -308,7 +318,7 @@ class EngineActor(Handing, Holding, Resting):
         if not restores and not keeps:  # another engine keeps this one, and nobody needs the one before
             self._clear_shelf()
         seconds, checks, ranks = transaction.seconds, transaction.checks, transaction.ranks
-        return EngineVerdict(self._ordinal, True, version, self._state, time.monotonic() - began, seconds, checks, ranks=ranks)
+        return EngineVerdict(self._ordinal, True, version, self._shown, time.monotonic() - began, seconds, checks, ranks=ranks)
 
     async def _go_on(self, engine: vllm_api.Engine, version: int) -> None:
         """What follows a verdict that is ok: caches by the policy, then the version, then requests."""
@@ -318,8 +328,9 @@ class EngineActor(Handing, Holding, Resting):
             await engine.reset_caches()
         self._highest = max(self._highest, version)
         await engine.set_version(version)
-        self._ran = True
-        await engine.resume()
+        if not self._draining.paused:
+            self._ran = True
+            await engine.resume()
 
     async def _failed(
         self, error: WeightSyncError, update_id: str, transaction: Transaction | None, before: tuple[EngineState, str], began: float
@@ -339,13 +350,15 @@ class EngineActor(Handing, Holding, Resting):
         with contextlib.suppress(Exception):  # likewise
             await self._live().rpc("weightsync_abort", update_id)  # lets the staged bytes go
         self._version = self._version if self._state == EngineState.SERVING else None
-        verdict = EngineVerdict(self._ordinal, False, self._version, self._state, time.monotonic() - began, error=error.to_dict())
+        verdict = EngineVerdict(self._ordinal, False, self._version, self._shown, time.monotonic() - began, error=error.to_dict())
         if transaction is None:
             return verdict
         return replace(verdict, seconds=transaction.seconds, checks=transaction.checks, ranks=transaction.ranks)
 
     async def _resumed(self) -> bool:
-        """Whether requests go on with the version before."""
+        """Whether requests go on with the version before, if not now then when the engine is resumed."""
+        if self._draining.paused:
+            return True
         try:
             await self._live().resume()
         except Exception as exc:

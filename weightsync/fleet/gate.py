@@ -21,10 +21,9 @@ from typing import Any, Literal
 
 import uvicorn
 
-from weightsync.errors import AuthError, EngineUpdating, NoEngineReady, Refused, WeightSyncError
+from weightsync.errors import AuthError, NoEngineReady, Refused, WeightSyncError
 from weightsync.fleet.inside import Inside, Receive, Request, Scope, Send, refuse
 
-_AGAIN = "Ask another engine now, or this one in a moment"
 #: How long a connection that carries nothing stays open. Clients must be the first to close theirs (httpx and OpenAI's do so after
 #: 5 s, which is uvicorn's own limit too): a request that is on its way while the server closes is lost.
 KEEP_ALIVE_SECONDS = 75
@@ -74,7 +73,7 @@ class Gate:
     ) -> None:
         self._app, self._token, self._refusal, self._limit, self._died = app, token.encode(), refusal, max_request_bytes, died
         self.inside = Inside()
-        self._refuses_new = False
+        self._refusing: WeightSyncError | None = None  # what new requests are told
         self._open = asyncio.Event()  # unset while new requests are held back
         self._open.set()
         self._ending: asyncio.TimerHandle | None = None
@@ -105,10 +104,8 @@ class Gate:
     def _closed(self, scope: Scope) -> WeightSyncError | None:
         """Why a request can't pass now, nor when those pass that are held back."""
         if (reason := self._refusal()) is not None:
-            return _out_of_service(reason)
-        if self._refuses_new and _generates(scope):
-            return EngineUpdating("this engine is being updated (sync.new_requests = refuse)", hint=_AGAIN)
-        return None
+            return out_of_service(reason)
+        return self._refusing if _generates(scope) else None
 
     async def _turn(self, scope: Scope) -> WeightSyncError | None:
         """Wait while new requests are held back; then as `_closed`."""
@@ -125,16 +122,22 @@ class Gate:
 
     def _gone(self) -> NoEngineReady:
         """What a request is told that was inside when the engine went out of service."""
-        return _out_of_service(self._refusal() or "it went out of service")
+        return out_of_service(self._refusal() or "it went out of service")
 
-    def hold(self, new_requests: Literal["wait", "refuse"]) -> None:
-        """Let no new request pass until `release`: they wait, or get an error that says to come again."""
-        self._refuses_new = new_requests == "refuse"
+    def hold(self, new_requests: Literal["wait", "refuse"], refusal: WeightSyncError) -> None:
+        """Let no new request pass until `release`: they wait, or get this error, which says to come again."""
+        self._refusing = refusal if new_requests == "refuse" else None
         self._open.clear()
 
     def release(self) -> None:
-        self._refuses_new = False
+        self._refusing = None
         self._open.set()
+
+    def look_again(self) -> None:
+        """Have those that are held back see whether the engine will still serve them; they wait on if so."""
+        if not self._open.is_set():
+            self._open.set()
+            self._open.clear()
 
     def end_soon(self) -> None:
         """Out of service: who waits for an answer is told to ask elsewhere; what vLLM has not let go of in a moment is cancelled.
@@ -194,5 +197,6 @@ def _generates(scope: Scope) -> bool:
     return bool(scope["method"] == "POST")
 
 
-def _out_of_service(reason: str) -> NoEngineReady:
+def out_of_service(reason: str) -> NoEngineReady:
+    """What a request is told by an engine that takes none."""
     return NoEngineReady(f"this engine does not serve now: {reason}", hint="Ask another engine, or try again after the next update")

@@ -16,7 +16,7 @@ Not covered: who is pinned (`pinning`), and who is written when (`waves`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,8 @@ from weightsync.protocol import (
 LATE = "late_commit"
 #: What is said of one that an update was lost with, while it gives no reason itself.
 LOST = "lost"
+#: What engines do that hold the version which they say.
+HOLDING = (EngineState.SERVING, EngineState.PAUSED)
 
 
 class Ledger:
@@ -60,6 +62,7 @@ class Ledger:
         self._followed = False  # an engine that follows updates has been seen to hold it
         self._rightly: dict[int, str | None] = {}  # engines, and an update that they hold whatever its verdicts say: handed on, or pinned
         self._updates: OrderedDict[str, Update] = OrderedDict()
+        self._steps: deque[tuple[tuple[int, int], str | None]] = deque(maxlen=history)  # what was committed one after the other
 
     @property
     def require(self) -> int:
@@ -87,12 +90,12 @@ class Ledger:
     @property
     def ready(self) -> int:
         """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
-        return sum(self._holds(e) for e in self._following)
+        return sum(self._holds(e) and e.state == EngineState.SERVING for e in self._following)
 
     def _holds(self, engine: EngineStatus) -> bool:
-        """Whether an engine serves what the update brought that the committed version is of."""
+        """Whether an engine serves, or would if it were not paused, what the update brought that the committed version is of."""
         held = engine.version is not None and _rank(engine) == self._reached and engine.update_id == self.committed_update
-        return held and engine.state == EngineState.SERVING
+        return held and engine.state in HOLDING
 
     @property
     def states(self) -> dict[int, EngineState]:
@@ -113,7 +116,7 @@ class Ledger:
             status = replace(status, failed=_failed(known, status))
         self.engines[status.engine] = status
         if status.version is not None and _rank(status) > self._reached:
-            self.rewinds, self.committed_version, self.committed_update = status.rewinds, status.version, status.update_id
+            self._reach(status.rewinds, status.version, status.update_id)
         # Before the first version an engine is there when it has started.
         if self._holds(status) or (self.committed_version is None and status.workers):
             self.joining.discard(status.engine)
@@ -121,7 +124,29 @@ class Ledger:
         kept = status.retained
         # All that held it may have been restarted, with the controller; what a pinned engine holds may be long ago.
         if kept is not None and not self._followed and (kept.rewinds, kept.version) > self._reached:
-            self.rewinds, self.committed_version, self.committed_update = kept.rewinds, kept.version, kept.update_id
+            self._reach(kept.rewinds, kept.version, kept.update_id)
+
+    def note_pause(self, status: EngineStatus) -> None:
+        """Take in of what an engine says just whether it is paused."""
+        if (known := self.engines.get(status.engine)) is not None:
+            self.engines[status.engine] = replace(known, paused=status.paused)
+
+    def _reach(self, rewinds: int, version: int, update_id: str | None) -> None:
+        """The fleet has committed this."""
+        if self._steps and self._steps[-1][0] == (rewinds, version):
+            self._steps.pop()  # the same version, once more
+        self.rewinds, self.committed_version, self.committed_update = rewinds, version, update_id
+        self._steps.append((self._reached, update_id))
+
+    def behind(self, engine: EngineStatus) -> int | None:
+        """How many updates the fleet has committed since the one that an engine holds, as far as this controller has seen them.
+
+        None for an engine that holds no version.
+        """
+        if engine.version is None:
+            return None
+        held = _rank(engine)
+        return sum(step > held or (step == held and update_id != engine.update_id) for step, update_id in self._steps)
 
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
@@ -130,7 +155,7 @@ class Ledger:
         have sent other weights under that number since.
         """
         update = self._updates.get(status.update_id or "")
-        if update is None or not update.state.final or status.state != EngineState.SERVING:
+        if update is None or not update.state.final or status.state not in HOLDING:
             return False
         told = any(verdict.engine == status.engine and verdict.committed for verdict in update.verdicts)
         told = told or self._rightly.get(status.engine) == status.update_id
@@ -148,7 +173,7 @@ class Ledger:
         """
         if self._incomplete or self.committed_update is None:
             return {}
-        states = EngineState.PENDING, EngineState.QUARANTINED, EngineState.SERVING
+        states = EngineState.PENDING, EngineState.QUARANTINED, *HOLDING
         there = [e for e in self._following if e.workers and e.state in states]
         return {e.engine: self.committed_update for e in there if not self._holds(e)}
 
@@ -306,8 +331,8 @@ class Ledger:
         enough = committed >= self.require
         # An engine that came back during the update may have brought a higher version with it.
         if committed and (update.rewinds, update.request.version) >= self._reached:
-            self.rewinds, self.committed_version, self._incomplete = update.rewinds, update.request.version, not enough
-            self.committed_update, self._followed = update.request.update_id, True
+            self._reach(update.rewinds, update.request.version, update.request.update_id)
+            self._incomplete, self._followed = not enough, True
         for verdict in verdicts:
             self._enter(verdict, update.request.update_id, update.rewinds)
         update.move(UpdateState.COMMITTED if enough else UpdateState.ABORTED)
@@ -339,7 +364,7 @@ def _failed(known: EngineStatus, now: EngineStatus) -> dict[str, Any] | None:
 
     One that serves what it was said to have failed at had answered too late.
     """
-    late = now.state == EngineState.SERVING and (known.failed or {}).get("update_id") == now.update_id
+    late = now.state in HOLDING and (known.failed or {}).get("update_id") == now.update_id
     return None if late else known.failed
 
 

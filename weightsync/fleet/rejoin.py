@@ -79,10 +79,10 @@ class Rejoin:
 
     Args:
         roster, ledger, membership, sync: the controller's.
-        ended: told how each ended: `committed`, `failed` or `gave_way`.
+        ended: told how each ended, `committed`, `failed` or `gave_way`, with the verdict or what it failed of, where there is one.
     """
 
-    def __init__(self, roster: Roster, ledger: Ledger, membership: Membership, sync: SyncSettings, ended: Callable[[str], None]) -> None:
+    def __init__(self, roster: Roster, ledger: Ledger, membership: Membership, sync: SyncSettings, ended: Callable[..., None]) -> None:
         self._roster, self._ledger, self._membership, self._sync, self._ended = roster, ledger, membership, sync, ended
         self._task: asyncio.Task[None] | None = None
         self._applying = self._yields = False
@@ -141,7 +141,7 @@ class Rejoin:
             await self._roster.abort(name)
         except WeightSyncError as exc:
             self._failed(kept, [exc.engine] if exc.engine in takers else list(takers), exc)
-            self._ended("failed")
+            self._ended("failed", error=exc)
             await self._roster.abort(name)
         except Exception:
             logger.exception("a rejoin failed")
@@ -161,10 +161,10 @@ class Rejoin:
         if verdict.committed:
             self._failures.pop(verdict.engine, None)
             logger.warning("engine %d is at version %d again; %s had kept it", verdict.engine, verdict.version, update.request.trainer_id)
-            self._ended("committed")
+            self._ended("committed", verdict)
         elif error.get("code") != HeldBack.code:  # else its turn comes when more engines serve
             self._failed(kept, [verdict.engine], error.get("message"))
-            self._ended("failed")
+            self._ended("failed", verdict)
 
     async def _offered(self, giver: Giver, kept: str, name: str, seconds: float, takers: tuple[int, ...]) -> Update:
         request = await giver.offer(kept, name, seconds)

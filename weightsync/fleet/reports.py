@@ -9,13 +9,15 @@ Not covered: workers of several engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from weightsync.errors import EngineDied, InternalError, ManifestRefused, TransportFailed, WeightSyncError
 from weightsync.protocol import WorkerReport
 
 _SHOWN = 20
+#: How counts of a storage contract's slots begin in `WorkerReport.checks`, before the class; and one that is no class.
+_SLOTS, _NO_CLASS = "slots_", "slots_possibly_derived"
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -61,6 +63,37 @@ def standings(reports: Sequence[WorkerReport]) -> dict[str, str]:
         str(report.rank): report.state if report.error is None else f"{report.error['code']}: {report.error['message']}"
         for report in reports
     }
+
+
+class Inventory:
+    """What the workers of an engine said last of what they hold, summed.
+
+    Attributes:
+        memory: bytes beside the live weights, by what they are for.
+        slots: of the storage contract, by class.
+    """
+
+    def __init__(self) -> None:
+        self.memory: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
+
+    def note(self, answers: Sequence[dict[str, Any]]) -> None:
+        """Take in what all workers answered to one call, as plain data; what says nothing of either changes nothing."""
+        if answers and all(answer.get("memory") for answer in answers):
+            self.memory = total(answer["memory"] for answer in answers)
+        counts = total(answer.get("checks", {}) for answer in answers)
+        slots = {key.removeprefix(_SLOTS): n for key, n in counts.items() if key.startswith(_SLOTS) and key != _NO_CLASS}
+        if slots:  # those of a verdict leave out what it has none of
+            self.slots = dict.fromkeys(self.slots, 0) | slots
+
+
+def total(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts of several workers, added up by what they count."""
+    sums: dict[str, int] = {}
+    for counts in counted:
+        for key, value in counts.items():
+            sums[key] = sums.get(key, 0) + value
+    return sums
 
 
 def _unplaced(reports: Sequence[WorkerReport]) -> ManifestRefused | None:

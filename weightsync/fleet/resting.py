@@ -11,9 +11,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from weightsync.errors import EngineDied, Refused, WeightSyncError
-from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
-from weightsync.fleet.gate import Gate
+from weightsync.fleet.pausing import Pausing
 from weightsync.fleet.sleeping import Sleeping
 from weightsync.protocol import EngineState
 
@@ -23,21 +22,13 @@ _ANSWERED_SECONDS = 3.0
 T = TypeVar("T")
 
 
-class Resting:
+class Resting(Pausing):
     """Attributes are those of `EngineActor`. Coroutines marked `answers` are methods of the actor."""
 
-    _ordinal: int
-    _state: EngineState
     _reason: str
     _version: int | None
     _update_id: str | None
     _sleeping: Sleeping
-    _resting: asyncio.Lock
-    _settled: asyncio.Event
-    _gate: Gate | None
-
-    def _live(self) -> vllm_api.Engine:
-        raise NotImplementedError
 
     def _require_idle(self) -> None:
         raise NotImplementedError
@@ -46,9 +37,6 @@ class Resting:
         raise NotImplementedError
 
     def _let_go(self, why: str) -> None:
-        raise NotImplementedError
-
-    def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
 
     async def _end_requests(self) -> None:
@@ -69,6 +57,7 @@ class Resting:
                 self._require_unpinned(f"level {level} drops its weights")
             engine, before = self._live(), (self._state, self._reason)
             self._state, self._reason = EngineState.ASLEEP, "asleep"
+            self._draining.go_on(self._gate)
             try:
                 await self._sleeping.prepare(engine, level)
             except Exception:
@@ -85,6 +74,7 @@ class Resting:
         async with self._resting:
             if self._state == EngineState.ASLEEP or self._reason == "sleep_failed":
                 self._state, self._reason = await self._rest(self._sleeping.wake(self._live()))
+                await self._stand_still()
             return self._describe()
 
     @answers
@@ -99,8 +89,10 @@ class Resting:
         """
         await self._settled.wait()
         async with self._resting:
+            frozen = self._draining.paused  # what runs could not end
             self._state, self._reason, until = EngineState.LEAVING, "leaving", time.monotonic() + seconds
-            while policy == "wait" and self._inside() and time.monotonic() < until:
+            self._draining.go_on(self._gate)
+            while policy == "wait" and not frozen and self._inside() and time.monotonic() < until:
                 await asyncio.sleep(_LOOK_SECONDS)
             if ended := self._inside():
                 await self._end_requests()

@@ -22,9 +22,10 @@ import ray
 
 from weightsync.codec import decode, encode
 from weightsync.config import SyncSettings
-from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, PinRefused, Refused, TransportFailed, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, TransportFailed, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.orders import Orders
 from weightsync.fleet.reports import failure, telling
 from weightsync.fleet.waves import held_back, next_wave
 from weightsync.protocol import BeginOrder, EngineState, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
@@ -40,7 +41,7 @@ _SILENT_TIMES, _SILENT_LOOK_SECONDS = 2, 0.25
 _TELL_TRIES, _TELL_SECONDS = 4, 0.25
 
 
-class Roster:
+class Roster(Orders):
     """All engines of one fleet.
 
     Args:
@@ -136,13 +137,18 @@ class Roster:
             self._silent[ordinal] = 0
             self._note_restart(ordinal, answer["incarnation"])
             self._places[ordinal] = tuple(decode(Place, place) if place else None for place in answer["places"])
-            current = self._ledger.current
-            # While an update is applied its verdict is what counts, not what the engine says on the way.
-            if current is None or current.state != UpdateState.APPLYING:
-                status = decode(EngineStatus, answer["status"])
-                self._ledger.see(status)
-                if self._ledger.came_late(status):
-                    await self._retire(status)
+            await self._take_in(answer["status"])
+
+    async def _take_in(self, plain: dict[str, Any]) -> None:
+        """What an engine says that it is."""
+        status, current = decode(EngineStatus, plain), self._ledger.current
+        if current is not None and current.state == UpdateState.APPLYING:
+            # Its verdict is what counts, not what the engine says on the way.
+            self._ledger.note_pause(status)
+            return
+        self._ledger.see(status)
+        if self._ledger.came_late(status):
+            await self._retire(status)
 
     def _lose(self, ordinal: int, reason: str) -> None:
         if ordinal in self.ordinals:
@@ -153,6 +159,8 @@ class Roster:
         if known is not None and known.pinned and self._incarnations.get(ordinal, incarnation) != incarnation:
             text = "engine %d was pinned as %r at version %s and has restarted: that is lost, and it takes updates again"
             logger.warning(text, ordinal, known.pinned, known.version)
+        if known is not None and known.paused and self._incarnations.get(ordinal, incarnation) != incarnation:
+            logger.warning("engine %d was paused and has restarted: that is lost, and it serves when it has its weights", ordinal)
         self._incarnations[ordinal] = incarnation
 
     async def _retire(self, status: EngineStatus) -> None:
@@ -160,63 +168,6 @@ class Roster:
         with contextlib.suppress(WeightSyncError):
             retire = self.handle(status.engine).retire
             await call(retire, status.update_id, timeout_seconds=_TIMEOUT_SECONDS, engine=status.engine)
-
-    async def rest(self, engines: Sequence[int], level: int, timeout_seconds: float) -> None:
-        """Put engines to sleep at a level, or wake them (0), all at once; every engine when none is named.
-
-        Raises:
-            Refused: there is no engine of such an ordinal.
-            PinRefused: a pinned one would lose its weights; none has fallen asleep.
-            WeightSyncError: the first engine's that failed, when all have answered.
-        """
-        if unknown := sorted(set(engines) - self.ordinals):
-            raise Refused(f"no engine {unknown[0]}: the fleet has {len(self.ordinals)}: {', '.join(map(str, sorted(self.ordinals)))}")
-        chosen = dict.fromkeys(engines or sorted(self.ordinals))
-        pinned = [e for ordinal, e in self._ledger.engines.items() if ordinal in chosen and e.pinned]
-        if level > 1 and pinned:
-            about = ", ".join(f"engine {e.engine} as {e.pinned!r} at version {e.version}" for e in pinned)
-            hint = "Unpin them first, sleep at level 1, or name other engines"
-            raise PinRefused(f"level {level} drops weights, and pinned are: {about}", hint=hint, engine=pinned[0].engine)
-
-        async def one(ordinal: int) -> None:
-            handle = self.handle(ordinal)
-            method, args = (handle.sleep, (level,)) if level else (handle.wake, ())
-            answer = await call(method, *args, timeout_seconds=timeout_seconds, engine=ordinal)
-            status = decode(EngineStatus, answer["status"])
-            self._ledger.see(status)
-            if self._ledger.came_late(status):
-                await self._retire(status)
-
-        for failed in await asyncio.gather(*map(one, chosen), return_exceptions=True):
-            if failed is not None:
-                raise failed
-
-    async def pin(self, engines: Sequence[int], name: str, version: int) -> None:
-        """Have engines keep a version that they serve; all of them, or none.
-
-        Raises:
-            WeightSyncError: the first engine's that failed, when all have answered.
-        """
-        try:
-            await self._tell_pins("pin", engines, name, version)
-        except WeightSyncError:
-            with contextlib.suppress(WeightSyncError):
-                await self._tell_pins("unpin", engines, name)
-            raise
-
-    async def unpin(self, engines: Sequence[int], name: str) -> None:
-        """Have engines take updates again. Raises as `pin` does; those that answered are unpinned all the same."""
-        await self._tell_pins("unpin", engines, name)
-
-    async def _tell_pins(self, method: str, engines: Sequence[int], *args: Any) -> None:
-        async def one(ordinal: int) -> None:
-            seconds = self._sync.control_timeout_seconds
-            answer = await call(getattr(self.handle(ordinal), method), *args, timeout_seconds=seconds, engine=ordinal)
-            self._ledger.see(decode(EngineStatus, answer["status"]))
-
-        for failed in await asyncio.gather(*map(one, engines), return_exceptions=True):
-            if failed is not None:
-                raise failed
 
     # --- one update ----------------------------------------------------------------------------
 
@@ -247,7 +198,8 @@ class Roster:
             base_update=update.base_update,
         )
         try:
-            await self._reports(ordinal, self.handle(ordinal).begin, encode(order))
+            plain = await asyncio.to_thread(encode, order)  # seconds, where there are very many tensors
+            await self._reports(ordinal, self.handle(ordinal).begin, plain)
         except DeadlineExceeded as exc:
             self._lose(ordinal, exc.code)
             raise

@@ -42,7 +42,7 @@ class Transaction:
     Attributes:
         phase: what is being done, or failed.
         wrote: live storage does not hold what it held before.
-        seconds: by phase.
+        seconds: by phase; `receive` is the time that the slowest worker took, before all others.
         checks: what the workers counted, summed; `second_tries`, `rolled_back` and what became of requests are ours.
         ranks: where each worker stood in the update itself.
     """
@@ -111,16 +111,10 @@ class Transaction:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
         # What is verified is the new version, and not yet the engine's: caches and the stamp come behind.
         self.wrote = any(report.wrote for report in reports) or phase == Phase.VERIFY
-        self.checks = _sum(reports) | self._ours
+        self.checks = reports_of.total(report.checks for report in reports) | self._ours
         if phase != Phase.ROLLBACK:
             self.ranks = reports_of.standings(reports)
+        if received := [report.seconds[Phase.RECEIVE] for report in reports if Phase.RECEIVE in report.seconds]:
+            self.seconds[Phase.RECEIVE] = max(received)
         if (error := reports_of.failure(reports)) is not None:
             raise error
-
-
-def _sum(reports: list[WorkerReport]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for report in reports:
-        for key, value in report.checks.items():
-            total[key] = total.get(key, 0) + value
-    return total

@@ -17,6 +17,7 @@ from typing import Any
 
 from weightsync.config import EngineSettings
 from weightsync.errors import InternalError, UnsupportedEngine, VerdictNotOk
+from weightsync.fleet.reports import Inventory
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +96,17 @@ def has_tokenizer(model: Path) -> bool:
 
 
 class Engine:
-    """One AsyncLLM, with just the calls an update needs."""
+    """One AsyncLLM, with just the calls an update needs.
+
+    Attributes:
+        inventory: what its workers have said that they hold.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._settings = settings
+        self._settings, self.inventory = settings, Inventory()
         arguments = AsyncEngineArgs(
             **engine_arguments(settings) | worker_arguments(settings),
             served_model_name=[settings.served_model_name],
@@ -114,6 +119,7 @@ class Engine:
         # The public collective_rpc gives back the answers of the first data-parallel rank alone.
         cores = await self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         answers: list[dict[str, Any]] = [answer for workers in cores for answer in workers]
+        self.inventory.note(answers)
         return sorted(answers, key=lambda answer: int(answer["rank"]))
 
     async def make_stages(self) -> None:

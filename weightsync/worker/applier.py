@@ -50,7 +50,7 @@ from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.sleep import Sleep
-from weightsync.worker.staging import Regions, Staged
+from weightsync.worker.staging import Regions, Staged, Whole
 from weightsync.worker.stored import Stored, checkpoint_tensors
 from weightsync.worker.streaming import Streamed
 
@@ -179,7 +179,7 @@ class Applier(Following):
         """Where the update stands; answers at once."""
         receiver = self._receiver
         if receiver is None:
-            return WorkerReport(self.rank, "", "none", wrote=self._wrote)
+            return WorkerReport(self.rank, "", "none", wrote=self._wrote, memory=self._memory())
         if self._state in ("receiving", "staged") and receiver.error is not None:
             self._state, self._error = "failed", receiver.error
         elif self._state == "receiving" and receiver.ready:
@@ -196,7 +196,14 @@ class Applier(Following):
             wrote=self._wrote,
             checks=dict(self._checks),
             unclaimed=self._map.unclaimed,
+            memory=self._memory(),
         )
+
+    def _memory(self) -> dict[str, int]:
+        into, kept = self._receiver.into if self._receiver else None, self._held.kept
+        staging = into.nbytes if isinstance(into, Whole) else 0
+        # Memory that a trainer was lent is the staging itself, or what is kept of the last one; a file is told as what it is kept for.
+        return {"staging": max(staging, self._regions.nbytes), "rollback": kept.data.nbytes if kept and not kept.file else 0}
 
     def apply(self, update_id: str) -> WorkerReport:
         """Write the update into the live storage. The engine must be paused. A staged one may be applied again until it counts."""
@@ -327,13 +334,13 @@ class Applier(Following):
             raise UpdateConflict("an update is under way in this worker", hint="Wait for it to end, or abort it")
         counts = self._sleep.fall(level, loading.rewritten(self.model, self._base, self._frozen.names))
         self._regions.drop()
-        return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=counts)
+        return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=counts, memory=self._memory())
 
     def woken(self) -> WorkerReport:
         """vLLM has brought the memory back: what a deep sleep has lost, and no update brings, comes back too."""
         if self._sleep.deep:
             self._held.lose()
-        return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=self._sleep.restore())
+        return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=self._sleep.restore(), memory=self._memory())
 
     def stay_awake(self) -> WorkerReport:
         """The sleep that was prepared does not come: another worker can't."""

@@ -109,6 +109,7 @@ class Whole:
 
     Attributes:
         lent: what `data` is, where a trainer may be lent it.
+        nbytes: of memory, without what goes back as it is proved.
     """
 
     def __init__(self, manifest: Manifest, plan: BucketPlan, data: Memory, unused: Collection[int] = ()) -> None:
@@ -121,6 +122,9 @@ class Whole:
             whole = data.tensor() if isinstance(data, HostMemory) else data.tensor
             self.data = whole[: plan.stream_bytes]
         self._file = ""
+        self.nbytes = plan.stream_bytes
+        if self.data.device.type == "cpu":
+            self.nbytes -= sum(manifest.tensors[index].nbytes for index in self._unused)
 
     @property
     def device(self) -> torch.device:
@@ -253,6 +257,12 @@ class Regions:
     def keep(self, segment: Segment) -> None:
         """Nobody writes to this any more but its worker: keep its memory, for when it is let go of here as well."""
         self._spare = segment.spare()
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is kept for the next update: a GPU's, in use or not, and the host's that nobody uses."""
+        spare = self._spare.nbytes if self._spare is not None else 0
+        return spare + sum(memory.nbytes for memory in self._host if memory.free)
 
     def drop(self) -> None:
         """Give back what is kept."""

@@ -1,0 +1,145 @@
+"""What operators see of two real engines, and do with them: metrics by engine, contracts, pauses from the command line.
+
+Not covered: pauses under other policies than the default (`test_pausing.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleets import PROMPTS, Fleet, answers, engine_pid, wait_until
+from tests.test_metrics import require_promtool_content, samples
+from weightsync import WeightSync
+from weightsync.codec import decode
+from weightsync.errors import NoEngineReady, Refused, WeightSyncError
+from weightsync.protocol import ContractAnswer, EngineState
+
+pytestmark = pytest.mark.engine
+
+KIND = "qwen3"
+
+
+@pytest.fixture(scope="module")
+def sync(fleet: Fleet, tensors: Any) -> Iterator[WeightSync]:
+    with fleet.client(bucket_bytes=60_000) as client:
+        client.sync_weights(tensors(KIND, 1))
+        yield client
+
+
+def scraped(fleet: Fleet) -> dict[str, float]:
+    return samples(httpx.get(f"{fleet.url}/metrics", timeout=10).text)
+
+
+def test_metrics_tell_each_engines_own(fleet: Fleet, sync: WeightSync, tensors: Any) -> None:
+    before = time.time()
+    sync.sync_weights(tensors(KIND, 1))
+    wait_until(lambda: all((e.committed_unix_seconds or 0) > before for e in sync.engines()), 10, "the next heartbeat")
+    nbytes = sum(tensor.nbytes for tensor in tensors(KIND, 1).values())
+    found = scraped(fleet)
+    assert found["weightsync_last_broadcast_bytes"] == nbytes and found["weightsync_last_broadcast_bytes_per_second"] > 0
+    for ordinal in (0, 1):
+        mine = f'engine="{ordinal}"'
+        assert found[f"weightsync_engine_staleness_updates{{{mine}}}"] == 0
+        assert 0 <= found[f"weightsync_engine_staleness_seconds{{{mine}}}"] < 60
+        assert found[f'weightsync_contract_slots{{class="weight",{mine}}}'] > 10
+        assert found[f'weightsync_drift_slots_total{{{mine},what="lost"}}'] == 0
+        for phase in ("receive", "apply", "verify", "resume"):
+            assert found[f'weightsync_engine_phase_seconds_sum{{{mine},phase="{phase}"}}'] > 0
+        # One of them keeps it for others as well; that one comes back to it from there.
+        kept = found[f"weightsync_rollback_bytes{{{mine}}}"] + found[f"weightsync_retained_bytes{{{mine}}}"]
+        assert nbytes <= kept < 2 * nbytes and found[f"weightsync_staging_bytes{{{mine}}}"] == 0
+    assert sync.status().engines[0].slots["weight"] == found['weightsync_contract_slots{class="weight",engine="0"}']
+
+
+def test_promtool_has_nothing_against_what_a_fleet_says(fleet: Fleet, sync: WeightSync) -> None:
+    require_promtool_content(httpx.get(f"{fleet.url}/metrics", timeout=10).text)
+
+
+def test_a_contract_is_told_worker_by_worker(fleet: Fleet, sync: WeightSync) -> None:
+    told = fleet.get("/v1/engines/1/contract").json()
+    (worker,) = [decode(ContractAnswer, one) for one in told["workers"]]
+    assert told["engine"] == 1 and worker.error is None and worker.contract is not None
+    assert worker.contract.slots == sync.engines()[1].slots and worker.contract.checks >= 1 and worker.contract.faults == ()
+    refused = fleet.get("/v1/engines/7/contract")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "refused")
+    assert fleet.get("/v1/engines/0/contract", token="wrong").status_code == 401
+
+
+def test_a_paused_engine_generates_nothing_takes_updates_and_goes_on_with_the_newest(
+    fleet: Fleet, sync: WeightSync, tensors: Any, cold: Any, tmp_path: Path
+) -> None:
+    def command(*words: str) -> str:
+        file = tmp_path / "token"
+        file.write_text(fleet.token)
+        line = [sys.executable, "-m", "weightsync.cli", *words, "--url", fleet.url, "--token-file", str(file)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+    assert command("pause", "0") == "paused: engine 0"
+    status = sync.status()
+    assert ([e.state for e in status.engines], status.ready) == ([EngineState.PAUSED, EngineState.SERVING], 1)
+    with pytest.raises(NoEngineReady, match="0 paused"):
+        sync.generate(PROMPTS[0], engine=0)
+    assert sync.generate(PROMPTS[0], max_tokens=2).engine == 1
+
+    waits: list[Any] = []
+    body = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 4, "temperature": 0.0}, "model": "policy"}
+    url, headers = f"{status.engines[0].url}/inference/v1/generate", {"authorization": f"Bearer {fleet.token}"}
+    asked = threading.Thread(target=lambda: waits.append(httpx.post(url, json=body, headers=headers, timeout=120)))
+    asked.start()
+    for seed in (2, 1, 2):
+        report = sync.sync_weights(tensors(KIND, seed))
+        assert [(v.committed, v.state) for v in report.verdicts] == [(True, EngineState.PAUSED), (True, EngineState.SERVING)]
+    assert scraped(fleet)['weightsync_engines{state="paused"}'] == 1
+    assert fleet.get("/readyz").json()["reasons"] == ["engine_paused"]
+    assert fleet.get("/v1/engines/0/contract").status_code == 200
+    assert waits == []
+
+    with pytest.raises(Refused, match="no engine 9"):
+        sync.pause([9])
+    assert command("resume") == "no engine is paused"
+    asked.join(60)
+    assert waits[0].status_code == 200 and len(waits[0].json()["choices"][0]["token_ids"]) == 4
+    assert answers(sync, 0) == answers(sync, 1) == cold(KIND, 2), "and nothing that it computed before is left"
+    assert sync.sync_weights(tensors(KIND, 1)).verdicts[0].state == EngineState.SERVING
+
+
+@pytest.mark.slow
+def test_a_pause_outlives_the_controller_and_counters_outlive_the_engine(checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
+    fleet = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
+    try:
+        with fleet.client(bucket_bytes=60_000) as sync:
+            sync.sync_weights(tensors(KIND, 1))
+            sync.pause()
+            os.kill(next(pid for pid, name in fleet.processes().items() if name.startswith("ray::Controller")), signal.SIGKILL)
+            wait_until(lambda: states(sync) == ["paused"], 30, "a new controller that has learned of it")
+            assert sync.sync_weights(tensors(KIND, 2)).verdicts[0].state == EngineState.PAUSED
+            before = scraped(fleet)
+            os.kill(engine_pid(fleet, 0), signal.SIGKILL)
+            wait_until(lambda: states(sync) == ["dead"], 20, "its death")
+            wait_until(lambda: sync.status().ready == 1, 90, "its weights, which it had kept")
+            assert not sync.engines()[0].paused, "a pause ends with the process that kept it"
+            after = scraped(fleet)
+            rising = {key for key in before if key.partition("{")[0].endswith(("_total", "_count", "_sum", "_bucket"))}
+            assert {key for key in rising if after.get(key, -1) < before[key]} == set()
+            assert after['weightsync_engine_pause_seconds_count{engine="0"}'] == 2, "the update, and its coming back"
+            assert "was paused and has restarted" in "".join(log.read_text(errors="replace") for log in fleet.logs.glob("worker-*.err"))
+    finally:
+        assert fleet.stop() == 0
+
+
+def states(sync: WeightSync) -> list[str] | None:
+    try:
+        return [str(engine.state) for engine in sync.engines()]
+    except WeightSyncError:
+        return None

@@ -1,0 +1,78 @@
+"""What a controller shows: the fleet's status, updates, metrics, all at once whatever update is under way; and an engine's contract.
+
+Not covered: what an engine's own process shows of itself (`engine_actor`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from weightsync.codec import encode
+from weightsync.config import Settings
+from weightsync.fleet.calls import answers
+from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.roster import Roster
+from weightsync.metrics import Recorder
+from weightsync.protocol import FleetStatus
+
+
+class Showing:
+    """Attributes are those of `Controller`. Coroutines marked `answers` are methods of the actor."""
+
+    _settings: Settings
+    _ledger: Ledger
+    _roster: Roster
+    _recorder: Recorder
+    _heart: asyncio.Task[None] | None
+
+    async def _refresh(self, *, waited_for: bool = False) -> None:
+        raise NotImplementedError
+
+    def _known(self, update_id: str) -> Update:
+        raise NotImplementedError
+
+    def _status(self) -> dict[str, Any]:
+        ledger = self._ledger
+        last = next(iter(ledger.list()), None)
+        status = FleetStatus(
+            fleet=self._settings.fleet,
+            committed_version=ledger.committed_version,
+            ready=ledger.ready,
+            engines=tuple(ledger.engines[ordinal] for ordinal in sorted(ledger.engines)),
+            update=last.status if last else None,
+            rewinds=ledger.rewinds,
+        )
+        return dict(encode(status))
+
+    def _show(self) -> None:
+        """Set the gauges from the book as it is now."""
+        self._recorder.fleet(self._ledger)
+
+    @answers
+    async def status(self) -> dict[str, Any]:
+        """`FleetStatus`."""
+        if self._heart is None:
+            await self._refresh()
+        return self._status()
+
+    @answers
+    async def updates(self) -> list[dict[str, Any]]:
+        """`UpdateStatus` of every update that is remembered, newest first."""
+        return [encode(update.status) for update in self._ledger.list()]
+
+    @answers
+    async def update(self, update_id: str) -> dict[str, Any]:
+        """One `UpdateStatus`."""
+        return dict(encode(self._known(update_id).status))
+
+    @answers
+    async def contract(self, ordinal: int) -> dict[str, Any]:
+        """What an engine's workers have sealed, and what became of it: `ContractAnswer` by rank."""
+        return {"engine": ordinal, "workers": await self._roster.contract(ordinal)}
+
+    @answers
+    async def metrics(self) -> str:
+        """Prometheus text, with the ages of now."""
+        self._show()
+        return self._recorder.text()
