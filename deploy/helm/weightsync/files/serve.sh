@@ -16,7 +16,9 @@ end() {
   # Killed, not told to end: told, it would end the engines, which belong to the RayCluster. The next `serve` adopts them.
   [ -z "$serve" ] || kill -KILL "$serve" 2>/dev/null || true
   [ -z "$node" ] || kill -TERM "$node" 2>/dev/null || true
-  [ -z "$node" ] || wait "$node" 2>/dev/null || true
+  for child in $serve $node; do
+    wait "$child" 2>/dev/null || true
+  done
 }
 trap 'end; exit 0' TERM INT
 
