@@ -148,9 +148,10 @@ def test_a_broadcast_ends_when_a_peer_gives_no_sign_of_life(meet: tuple[Peer, Me
         began = time.monotonic()
         for peer in others:
             peer.start(broadcast, 20.0)
-        for peer in others:
-            error = peer.result()
-            assert error.message.startswith(f"{said} gave no sign of life for") and error.retryable
+        errors = [peer.result() for peer in others]
+        # Who hears of it first leaves, which gloo, unlike NCCL, tells the others at once.
+        assert any(error.message.startswith(f"{said} gave no sign of life for") for error in errors)
+        assert all(error.retryable for error in errors)
         assert SILENCE - PERIOD < time.monotonic() - began < 6 * SILENCE
     finally:
         for peer in peers:
