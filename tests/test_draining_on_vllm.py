@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 KIND = "qwen3"
 #: Tokens of a request that ends some seconds behind its beginning, and of one that outlasts what else happens here, on a quiet machine too.
-LONG, ENDLESS = 1200, 2000
+LONG, ENDLESS = 1900, 2000
 
 
 def start(checkpoint: Any, home: Path, *flags: str) -> Fleet:
