@@ -385,3 +385,12 @@ def test_bytes_are_copied_where_they_are_to_go(length: int) -> None:
     batch = digest.Batch(1, torch.device("cpu"))
     batch.add(data, 8, into=into)
     assert torch.equal(into, data) and batch.results() == [digest.digest_bytes(data, 8)]
+
+
+@pytest.mark.parametrize(
+    "into", [torch.zeros(8, dtype=torch.uint8), torch.zeros(9, dtype=torch.int8), torch.zeros(18, dtype=torch.uint8)[::2]]
+)
+def test_copies_go_nowhere_but_into_as_many_bytes(into: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="go into the like"):
+        digest.Batch(1, torch.device("cpu")).add(torch.ones(9, dtype=torch.uint8), into=into)
+    assert not into.any()

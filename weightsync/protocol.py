@@ -70,6 +70,10 @@ class EngineState(enum.StrEnum):
     DEAD = "dead"
 
 
+#: What engines do that hold the version which they say.
+HOLDING = (EngineState.SERVING, EngineState.PAUSED)
+
+
 @dataclass(frozen=True)
 class UpdateRequest:
     """A trainer asks for one update.

@@ -8,7 +8,7 @@ Not covered: bringing the weights (`sync`).
 from __future__ import annotations
 
 from weightsync.errors import ConfigError
-from weightsync.protocol import MAX_VERSION, EngineState, FleetStatus
+from weightsync.protocol import HOLDING, MAX_VERSION, EngineState, FleetStatus
 from weightsync.results import Attachment
 
 
@@ -21,7 +21,7 @@ def attachment(status: FleetStatus, step: int) -> Attachment:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_VERSION:
         raise ConfigError(f"step: got {step!r}, want 0 to {MAX_VERSION}")
     committed, here = status.committed_version, (step, status.rewinds)
-    hold = {e.engine for e in status.engines if e.state in (EngineState.SERVING, EngineState.PAUSED) and (e.version, e.rewinds) == here}
+    hold = {e.engine for e in status.engines if e.state in HOLDING and (e.version, e.rewinds) == here}
     behind = tuple(e.engine for e in status.engines if not e.pinned and e.engine not in hold)
     needed = committed != step or bool(behind)
     return Attachment(

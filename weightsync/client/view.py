@@ -92,13 +92,11 @@ class View:
             UpdateConflict, Refused: an update is under way; asleep at another level.
             PinRefused: level 2 would drop what a pinned engine holds.
         """
-        body = {"level": level, "engines": list(engines), "timeout_seconds": timeout_seconds}
-        return decode(FleetStatus, self._http.post("/v1/sleep", body, timeout_seconds + 2 * CONTROL_SECONDS))
+        return self._order("/v1/sleep", engines, timeout_seconds, level=level)
 
     def wake(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
         """Have engines take their memory again; one that is awake stays as it is. Arguments as in `sleep`."""
-        body = {"engines": list(engines), "timeout_seconds": timeout_seconds}
-        return decode(FleetStatus, self._http.post("/v1/wake", body, timeout_seconds + 2 * CONTROL_SECONDS))
+        return self._order("/v1/wake", engines, timeout_seconds)
 
     def pause(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
         """Have engines generate nothing until `resume`; they take updates meanwhile, and stay paused behind them.
@@ -114,15 +112,16 @@ class View:
             Refused: there is no such engine.
             WeightSyncError: the first engine's that failed; the others are paused.
         """
-        return self._halt("/v1/pause", engines, timeout_seconds)
+        return self._order("/v1/pause", engines, timeout_seconds)
 
     def resume(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetStatus:
         """Have paused engines go on; one that is not paused stays as it is. Arguments as in `pause`."""
-        return self._halt("/v1/resume", engines, timeout_seconds)
+        return self._order("/v1/resume", engines, timeout_seconds)
 
-    def _halt(self, path: str, engines: Sequence[int], seconds: float) -> FleetStatus:
+    def _order(self, path: str, engines: Sequence[int], seconds: float, **more: int) -> FleetStatus:
+        """Have engines do something behind which others may serve than before."""
         try:
-            body = {"engines": list(engines), "timeout_seconds": seconds}
+            body = {"engines": list(engines), "timeout_seconds": seconds, **more}
             return decode(FleetStatus, self._http.post(path, body, seconds + 2 * CONTROL_SECONDS))
         finally:
             self._rollouts.forget()

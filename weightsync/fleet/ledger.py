@@ -26,6 +26,7 @@ from weightsync.fleet.left_out import WHOLE, absent, lost, other_base
 from weightsync.fleet.record import Update as Update
 from weightsync.fleet.waves import require_room
 from weightsync.protocol import (
+    HOLDING,
     EngineState,
     EngineStatus,
     EngineVerdict,
@@ -37,8 +38,6 @@ from weightsync.protocol import (
 LATE = "late_commit"
 #: What is said of one that an update was lost with, while it gives no reason itself.
 LOST = "lost"
-#: What engines do that hold the version which they say.
-HOLDING = (EngineState.SERVING, EngineState.PAUSED)
 
 
 class Ledger:

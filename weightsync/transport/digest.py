@@ -70,6 +70,8 @@ class Batch:
         Raises:
             ValueError: wrong dtype, shape or device, or an offset that splits a word.
         """
+        if into is not None and (into.dtype, into.shape, into.is_contiguous()) != (data.dtype, data.shape, True):
+            raise ValueError(f"copies of {tuple(data.shape)} bytes go into the like, got {into.dtype} {tuple(into.shape)}")
         if into is not None and (data.device != into.device or into.device.type == "cpu"):
             data, into = into.copy_(data), None
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():

@@ -28,7 +28,7 @@ def calls() -> Any:
         from cuda.bindings import driver
     except ImportError:
         raise ConfigError(
-            "memory of a GPU can't be shared: cuda-bindings is not installed",
+            "the CUDA driver can't be called: cuda-bindings is not installed",
             hint="Install cuda-bindings, which torch's CUDA builds come with, or set sync.local to off",
         ) from None
     return driver

@@ -1,4 +1,4 @@
-"""Host memory that is soon there, and soon gone: in huge pages, where the system gives them to who asks; and given back in part.
+"""Host memory for many bytes: in huge pages, where the system gives them to who asks; given back in part; known to a GPU's driver.
 
 The first touch of a page costs a fault. In pages of 4 KiB that was five times the cost of the
 copy into them (2 against 11 GB/s in a virtual machine), as often as an update is staged.

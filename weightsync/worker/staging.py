@@ -11,6 +11,8 @@ memory goes back as soon as they are proved; the layout stays the stream's.
 What comes from a trainer on the same host (`transport.link`) lies in memory that the trainer can be lent, to write
 into it (`Regions`), unless that would have to go back in part while the trainer writes, or it is not where buckets land.
 
+On the host of a CUDA engine it lies in memory that the driver knows, which stays for the next update, unless some of it goes back.
+
 Not covered: memory shared by the workers of a node: a tensor of which each of them takes a
 part lies whole in each; and on a GPU the whole stream does.
 """
