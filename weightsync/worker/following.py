@@ -37,6 +37,7 @@ class Following:
     _repaired: Adoption
     _recaptured: bool
     _released: bool
+    _untouched: bool
     _seconds: dict[str, float]
     _checks: dict[str, int]
 
@@ -83,7 +84,8 @@ class Following:
 
     def _repair(self) -> bool:
         """Bring what moved back; whether graphs must be captured anew."""
-        self._repaired = self._guard.repair()
+        # Where copies were all there was to an update, no object was made anew that could lie elsewhere; the verdict says if one does.
+        self._repaired = Adoption() if self._untouched else self._guard.repair()
         self._count(self._repaired.counts)
         return self._owes_capture()
 

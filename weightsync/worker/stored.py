@@ -41,7 +41,7 @@ class Stored:
         changed: set[str] = set()
         for name, tensor in checkpoint:
             for copy in load_map.copies.get(name, ()):
-                if not _holds(live.get(copy.path), copy, tensor):
+                if not holds(live.get(copy.path), copy, tensor):
                     changed.add(copy.path)
                 elif not _uniform(_view(tensor, copy.source)):
                     kept.add(copy.path)
@@ -68,7 +68,7 @@ class Stored:
                 whole += 1
             else:
                 partly += 1
-            if not all(_holds(live.get(copy.path), copy, tensor) for copy in known):
+            if not all(holds(live.get(copy.path), copy, tensor) for copy in known):
                 wrong.append(name)
         counts = {"stored": whole, "stored_unchecked": partly}
         if not wrong:
@@ -94,7 +94,7 @@ def registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> bool:
+def holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> bool:
     """Whether a live parameter has a tensor's bytes where the loader copied them."""
     if parameter is None or parameter.dtype != tensor.dtype or parameter.layout != torch.strided or parameter.is_meta:
         return False

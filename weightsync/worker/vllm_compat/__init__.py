@@ -25,7 +25,17 @@ from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
 from weightsync.worker.vllm_compat.first_run import find_lazies, note_loaded, run_once, watch_loading
 from weightsync.worker.vllm_compat.graphs import captures_graphs, graph_holders, recapture
-from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, plain_path, unproved_layers
+from weightsync.worker.vllm_compat.layers import (
+    FOREIGN_HANDLES,
+    KV_CACHE,
+    WRITTEN_IN_PLACE,
+    absorbing,
+    keeps_what_is_loaded,
+    missing_layers,
+    plain_modules,
+    plain_path,
+    unproved_layers,
+)
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting, whole_only
 from weightsync.worker.vllm_compat.sleeping import SleepMemory
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
@@ -35,20 +45,24 @@ from weightsync.worker.vllm_compat.vote import together
 __all__ = [
     "BACKEND",
     "FOREIGN_HANDLES",
+    "KV_CACHE",
     "PROVED_SOURCES",
     "PROVED_VERSIONS",
     "WRITTEN_IN_PLACE",
     "Blueprint",
     "Reload",
     "SleepMemory",
+    "absorbing",
     "captures_graphs",
     "cold_load_context",
     "draw",
     "find_lazies",
     "graph_holders",
+    "keeps_what_is_loaded",
     "meta_twin",
     "missing_layers",
     "note_loaded",
+    "plain_modules",
     "plain_path",
     "recapture",
     "reload_waiting",
