@@ -134,7 +134,7 @@ class Engine:
         for number in range(updates):
             update = trainer.stage(kinds[number % 2], where=where, bucket_bytes=bucket_bytes_for(nbytes, on_gpu=self._cuda))
             before = self._peak()
-            watched = cProfile.Profile() if profile and number in (1, updates - 1) else None
+            watched = cProfile.Profile() if profile and number == 1 else None
             if watched is not None:
                 watched.enable()
             seconds, report = self._timed(functools.partial(trainer.apply, update))
@@ -144,7 +144,7 @@ class Engine:
             extra.append(self._peak() - before)
             taken.append(seconds * 1e3)
             parts.append({name: round(report["seconds"][name] * 1e3, 2) for name in ("apply", "verify")})
-            checks.append({name: count for name, count in report["checks"].items() if name in ("layers", "layers_copied", "adopted")})
+            checks.append({name: count for name, count in report["checks"].items() if name in ("layers", "layers_planned", "adopted")})
             trainer.keep(update)
         return {
             "bytes": nbytes, "tensors": len(self._shapes), "first_ms": round(taken[0], 2), "ms": [round(one, 2) for one in taken[1:]],
@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--moe-layers", type=int, default=12)
     parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--profile", action="store_true", help="print where Python spends its time in the second update and the last")
+    parser.add_argument("--profile", action="store_true", help="print where Python spends its time in the second update")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     cuda = torch.cuda.is_available()

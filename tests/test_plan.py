@@ -44,7 +44,7 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
 
 @given(views())
 def test_runs_copy_what_torch_copies(case: tuple[tuple[int, ...], torch.Tensor, torch.Tensor]) -> None:
-    shape, source, into = case
+    _, source, into = case
     whole = source.new_empty(source.untyped_storage().nbytes() // 2).set_(source.untyped_storage())
     whole.copy_(torch.arange(len(whole)) + 1)
     want = torch.zeros(into.untyped_storage().nbytes() // 2, dtype=torch.int16)

@@ -94,6 +94,11 @@ class Launch:
             for word, alignment, count, programs, table in self._groups:
                 _copy_kernel[(count,)](table, programs, data, WORD=word, ALIGNED=alignment, CHUNK=_CHUNK, FIELDS=_FIELDS, num_warps=_WARPS)
 
+    def prepare(self, data: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Compile what such a stream takes, by launches over a run of no rows."""
+        for word, alignment in {(word, alignment) for word, alignment, *_ in self._tables(tuple(offsets), math.gcd(data.data_ptr(), 16))}:
+            compile_for(data.device, word, alignment)
+
     def _tables(self, offsets: tuple[int, ...], aligned: int) -> list[tuple[int, int, int, torch.Tensor, torch.Tensor]]:
         groups: dict[tuple[int, int], list[list[int]]] = {}
         for run, into in self._runs:
@@ -115,6 +120,16 @@ class Launch:
         table[:, 0] = table[:, 1].cumsum(0) - table[:, 1]
         programs = torch.arange(len(entries)).repeat_interleave(table[:, 1])
         return len(programs), programs.to(self._device), table.view(-1).to(self._device)
+
+
+def compile_for(device: torch.device, word: int = 8, alignment: int = 16) -> None:
+    """Have the kernel ready for one width."""
+    idle = torch.zeros(_FIELDS + 1, dtype=torch.int64, device=device)
+    idle[3] = 1  # chunks in a row, of which there is none
+    with torch.cuda.device_of(idle):
+        _copy_kernel[(1,)](
+            idle, idle[_FIELDS:], idle.view(torch.uint8), WORD=word, ALIGNED=alignment, CHUNK=_CHUNK, FIELDS=_FIELDS, num_warps=_WARPS
+        )
 
 
 def _multiprocessors(device: torch.device) -> int:

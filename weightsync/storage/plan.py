@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +81,6 @@ def runs_of(tensor: int, source: View, into: View, itemsize: int) -> list[Run] |
     return found
 
 
-#: Copies everything out of a stream, shape [its bytes], uint8; tensors begin at these offsets.
-_Copier = Callable[[torch.Tensor, Sequence[int]], None]
-
-
 class Plan:
     """Copies of one manifest's tensors into one model's storage.
 
@@ -121,10 +117,15 @@ class Plan:
         with torch.inference_mode(False), torch.no_grad():
             torch._foreach_copy_(self._targets, self._sources(data, offsets), non_blocking=True)
 
+    def prepare(self, data: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Have a CUDA device get ready for streams like this one: the first has to wait for a compiler. Copies nothing."""
+        if self._copies and data.is_cuda and (copier := self._launches()) is not None:
+            copier.prepare(data, offsets)
+
     def _sources(self, data: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
         return [data.as_strided((run.rows, run.width), (run.source_stride, 1), offsets[run.tensor] + run.source) for run, _ in self._copies]
 
-    def _launches(self) -> _Copier | None:
+    def _launches(self) -> Any:
         """One launch for all; None where that can't be had, which is said once."""
         if self._kernel is None:
             try:
@@ -134,5 +135,15 @@ class Plan:
             except Exception as exc:  # no Triton, none for this device: there is another way
                 logger.warning("updates are copied tensor by tensor: %s: %s", type(exc).__name__, exc)
                 self._kernel = False
-        copier: _Copier | None = self._kernel or None
-        return copier
+        return self._kernel or None
+
+
+def prepare(device: torch.device) -> None:
+    """Have a CUDA device get ready for plans of whole rows: the first launch has to wait for a compiler."""
+    if device.type == "cuda":
+        try:
+            from weightsync.storage import copying
+
+            copying.compile_for(device)
+        except Exception as exc:  # said when there is a plan
+            logger.debug("%s: %s", type(exc).__name__, exc)

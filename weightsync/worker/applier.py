@@ -40,6 +40,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
+from weightsync.storage import plan
 from weightsync.storage.adopt import Adoption
 from weightsync.transport import digest
 from weightsync.transport.local import place_of
@@ -86,7 +87,7 @@ class Applier(Following):
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
-        self._planner = Planner(model, self._guard)
+        self._planner = Planner(model, self._guard, vllm_config)
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
@@ -127,6 +128,7 @@ class Applier(Following):
         if verify_stored and self._stored is None:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
         digest.prepare(self.device, (spec.dtype for spec in self._base.specs.values()))
+        plan.prepare(self.device)
         sealed = self._guard.sealed
         unused = self._unused(self._base, tuple(self._base.specs.values()))
         nbytes = sum(spec.nbytes for index, spec in enumerate(self._base.specs.values()) if index not in unused)
@@ -255,7 +257,7 @@ class Applier(Following):
         counts: dict[str, int] = {"not_kept": len(incoming.unused)} if isinstance(incoming, Staged) else {}
         self._untouched = False
         try:
-            left = self._copy(plan_key, incoming, counts) if plan_key and isinstance(incoming, Staged) else incoming
+            left = self._write_planned(plan_key, incoming, counts) if plan_key and isinstance(incoming, Staged) else incoming
             if not self._untouched:
                 loading.load(self.model, self.vllm_config, self._fresh, left, counts)
         except WeightSyncError as exc:
@@ -301,15 +303,19 @@ class Applier(Following):
             logger.exception("no plan was made of an update, and the next one goes the general way")
             self._planner.forget()
 
-    def _copy(self, plan_key: str, incoming: Staged, counts: dict[str, int]) -> Staged:
+    def _write_planned(self, plan_key: str, incoming: Staged, counts: dict[str, int]) -> Staged:
         """Write what is planned of an update; what is left to be loaded, which is all where nothing is planned."""
         planned = self._planner.find(plan_key)
         if planned is None:
             self._planner.watch(plan_key, incoming)
             return incoming
-        left = planned.copy(incoming)
+        try:
+            left = planned.write(incoming)
+        except Exception as exc:
+            self._planner.forget()
+            raise ApplyFailed(f"what was planned of the update could not be written: {type(exc).__name__}: {exc}") from exc
         self._untouched = not planned.rest.writes
-        counts |= {"layers_copied": planned.layers, "tensors": len(incoming.manifest.tensors)}
+        counts |= {"layers_planned": planned.layers, "tensors": len(incoming.manifest.tensors)}
         return left
 
     def rollback(self, update_id: str) -> WorkerReport:

@@ -1,22 +1,24 @@
-"""Layers of which an update is nothing but copies: which they are is learned from an update that went the general way.
+"""Layers that are updated without being taken apart: which they are is learned from an update that went the general way.
 
 The general way (`loading`) takes a layer apart, runs its loaders and its processing, and puts the result into captured storage. Many
-layers come out of that as they went in: dense ones and experts in the checkpoint's own format, norms, embeddings. After an update
-that was proved, a layer is *planned* for manifests like that update's when
+layers come out of that as they went in: dense ones and experts in the checkpoint's own format, norms, embeddings. Of others, which
+vLLM quantises while it loads, a method makes the same from loaded tensors alone (`vllm_compat.doubles`). After an
+update that was proved, a layer is *planned* for manifests like that update's when
 
-- its quantisation method is one that stores what is loaded, it holds nothing outside Python, no attention layer absorbs it,
-  and so it is with every layer that shares a parameter with it;
+- its quantisation method is one that stores what is loaded, or one that a double may stand for; it holds nothing outside Python, no
+  attention layer absorbs it, and so it is with every layer that shares a parameter with it;
 - all that the load map sends to it are copies of elements as they are, and live storage holds exactly those bytes, where the loader
-  put them or, in experts whose kernel wants the other order, with the two halves of a parameter's rows changed about;
+  put them or, in experts whose kernel wants the other order, with the two halves of a parameter's rows changed about; or
+  exactly what the method makes of them;
 - nothing else that the model holds has changed by that update, or only what belongs to a layer that is not planned;
 - it has changed itself, or one of its kind has: of what stays the same nothing can be seen to follow. Layers without a
   quantisation method (norms) have nobody to make anything of them.
 
-The next such update copies planned layers (`storage.plan`) and reloads the others; where none is left nothing is
-taken apart. Everything is proved behind it as behind any update, and every `AGAIN`th goes the general way and is learned from
+The next such update writes planned layers (copies in one go: `storage.plan`) and reloads the others; where none is left nothing
+is taken apart. Everything is proved behind it as behind any update, and every `AGAIN`th goes the general way and is learned from
 anew. What fails behind a plan forgets it: the second try goes the general way.
 
-Not covered: partial updates and those that aren't staged, which go the general way; formats that are computed on their way.
+Not covered: partial updates and those that aren't staged, which go the general way.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from typing import Any
 
 import torch
 
-from weightsync.storage.pins import Pin
+from weightsync.errors import ApplyFailed
+from weightsync.storage.pins import Pin, same_bytes
 from weightsync.storage.plan import Plan, Run, View, runs_of
 from weightsync.transport import digest
 from weightsync.worker import sealing, stored, vllm_compat
@@ -43,30 +46,88 @@ AGAIN = 64
 _PREFIX = f"{sealing.MODEL}."
 
 
+@dataclass(frozen=True)
+class Double:
+    """A layer that is processed beside itself.
+
+    Attributes:
+        path, layer: which.
+        shapes: of its loaded parameters, by their names; and their dtype.
+        copies: what is copied into them: parameter, index in the manifest, how.
+        live: what the layer holds, by name: what processing makes goes there.
+    """
+
+    path: str
+    layer: torch.nn.Module
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    copies: tuple[tuple[str, int, Copy], ...]
+    live: dict[str, torch.Tensor]
+
+    def made(self, incoming: Staged) -> dict[str, torch.Tensor]:
+        """What processing makes of an update, by name, each laid out as what is live.
+
+        Raises:
+            ApplyFailed: it makes something else.
+        """
+        device = next(iter(self.live.values())).device
+        loaded: dict[str, torch.Tensor] = {}
+        for name, index, copy in self.copies:
+            sent = incoming.tensor(index)
+            shape, dtype = self.shapes[name]
+            if copy.into[:2] == (0, shape) and copy.source == (0, tuple(sent.shape), sent.stride()) and sent.device == device:
+                loaded[name] = sent  # all there is of it, as it lies
+                continue
+            if name not in loaded:
+                loaded[name] = torch.empty(shape, dtype=dtype, device=device)
+            stored.view(loaded[name], copy.into).copy_(stored.view(sent, copy.source))
+        found = vllm_compat.processed(self.layer, loaded)
+        laid = {name: (tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in found.items()}
+        if laid != {name: (tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in self.live.items()}:
+            raise ApplyFailed(f"what {self.path} makes of its weights is laid out otherwise than what is live", names=[self.path])
+        return found
+
+    def write(self, incoming: Staged) -> None:
+        """Put that into the layer."""
+        for name, tensor in self.made(incoming).items():
+            self.live[name].copy_(tensor)
+
+
 @dataclass
 class Planned:
     """What was learned of one manifest.
 
     Attributes:
-        plan: the copies; None where no layer is planned.
-        layers: how many layers they fill.
+        plan: the copies; None where there are none.
+        doubles: layers that are processed.
+        config: the engine's configuration.
+        layers: how many layers are planned.
         tensors: indices of tensors of which all goes into these.
         rest: the load map of the other layers.
         used: updates by this plan.
     """
 
     plan: Plan | None
+    doubles: tuple[Double, ...]
+    config: Any
     layers: int
     tensors: frozenset[int]
     rest: LoadMap
     used: int = 0
 
-    def copy(self, incoming: Staged) -> Staged:
-        """Write the planned layers; returns what is left to be loaded."""
-        assert self.plan is not None
+    def write(self, incoming: Staged) -> Staged:
+        """Write the planned layers; returns what is left to be loaded.
+
+        Raises:
+            ApplyFailed: a layer makes something else of its weights than it did.
+        """
         self.used += 1
-        self.plan.execute(incoming.data, incoming.offsets)
-        if incoming.data.is_cuda or any(into.is_cuda for into in self.plan.memory):
+        if self.plan is not None:
+            self.plan.execute(incoming.data, incoming.offsets)
+        if self.doubles:
+            with vllm_compat.cold_load_context(self.config), torch.inference_mode(False):
+                for double in self.doubles:
+                    double.write(incoming)
+        if torch.cuda.is_available():  # staged bytes may be let go of as soon as this is told
             torch.cuda.current_stream().synchronize()
         return replace(incoming, load_map=self.rest, unused=self.tensors.union(incoming.unused))
 
@@ -87,10 +148,11 @@ class Planner:
     Args:
         model: the live model.
         guard: its contract, which names all that it holds.
+        config: the engine's configuration.
     """
 
-    def __init__(self, model: torch.nn.Module, guard: Guard) -> None:
-        self._model, self._guard = model, guard
+    def __init__(self, model: torch.nn.Module, guard: Guard, config: Any) -> None:
+        self._model, self._guard, self._config = model, guard, config
         self._learned: dict[str, Planned] = {}
         self._sealed: object = None
         self._watched: _Watched | None = None
@@ -108,7 +170,7 @@ class Planner:
         if found is not None and found.used >= AGAIN:
             del self._learned[key]
             return None
-        return found if found is not None and found.plan is not None else None
+        return found if found is not None and found.layers else None
 
     def forget(self) -> None:
         """Learn anew."""
@@ -128,6 +190,7 @@ class Planner:
         if watched is None or watched.sealed is not self._guard.sealed:
             return
         copies: dict[str, list[tuple[Run, torch.Tensor]]] = {}
+        doubles: dict[str, Double] = {}
         now = self._sums() if watched.candidates else {}
         changed = {address for address in watched.sums if now.get(address) != watched.sums[address]}
         memory = self._filled(watched.candidates, incoming.load_map)
@@ -135,8 +198,8 @@ class Planner:
         if doubtful is not None:
             shown = self._shown({layer for layer, addresses in memory.items() if addresses & changed})
             candidates = {layer: names for layer, names in watched.candidates.items() if layer in shown and layer not in doubtful}
-            copies = self._copies(candidates, incoming)
-        self._learned = dict([*self._learned.items(), (watched.key, _planned(copies, incoming))][-2:])
+            copies, doubles = self._proved(candidates, incoming)
+        self._learned = dict([*self._learned.items(), (watched.key, self._planned(copies, doubles, incoming))][-2:])
 
     def _shown(self, changed: set[str]) -> set[str]:
         """Layers of which it was seen what follows from a change: those that changed, their like, and those without a method."""
@@ -187,15 +250,36 @@ class Planner:
             found |= dict(zip(alike, batch.results(), strict=True))
         return found
 
-    def _copies(self, candidates: dict[str, list[str]], incoming: Staged) -> dict[str, list[tuple[Run, torch.Tensor]]]:
-        """Of layers that hold what was loaded, the runs and where they go."""
+    def _proved(
+        self, candidates: dict[str, list[str]], incoming: Staged
+    ) -> tuple[dict[str, list[tuple[Run, torch.Tensor]]], dict[str, Double]]:
+        """Of layers that hold what was loaded, the runs and where they go; and those that hold what a double makes of it."""
         index = {incoming.load_map.name(spec.name): at for at, spec in enumerate(incoming.manifest.tensors)}
-        live, found = live_tensors(self._model), {}
-        for layer, names in candidates.items():
-            copies = [(index[name], copy) for name in names for copy in incoming.load_map.copies[name] if _layer(copy.path) == layer]
-            if (runs := _layer_runs(copies, live, incoming)) is not None:
-                found[layer] = runs
-        return found
+        live, modules = live_tensors(self._model), vllm_compat.plain_modules(self._model)
+        found: dict[str, list[tuple[Run, torch.Tensor]]] = {}
+        doubles: dict[str, Double] = {}
+        with vllm_compat.cold_load_context(self._config), torch.inference_mode(False):
+            for layer, names in candidates.items():
+                copies = [(index[name], copy) for name in names for copy in incoming.load_map.copies[name] if _layer(copy.path) == layer]
+                if vllm_compat.requantises(modules[layer]):
+                    if (double := _double(layer, modules[layer], copies, incoming)) is not None:
+                        doubles[layer] = double
+                elif (runs := _layer_runs(copies, live, incoming)) is not None:
+                    found[layer] = runs
+        return found, doubles
+
+    def _planned(self, copies: dict[str, list[tuple[Run, torch.Tensor]]], doubles: dict[str, Double], incoming: Staged) -> Planned:
+        load_map, planned = incoming.load_map, copies.keys() | doubles.keys()
+        left = {name: [at for at in places if _layer(at[0]) not in planned] for name, places in load_map.writes.items()}
+        rest = replace(load_map, writes={name: places for name, places in left.items() if places}, part=True)
+        names = [load_map.name(spec.name) for spec in incoming.manifest.tensors]
+        tensors = frozenset(index for index, name in enumerate(names) if name in load_map.writes and name not in rest.writes)
+        plan = Plan([copy for runs in copies.values() for copy in runs]) if copies else None
+        if plan is not None:
+            plan.prepare(incoming.data, incoming.offsets)
+        text = "of %d layers %d take updates as copies and %d as what is made of them beside the layer"
+        logger.info(text, len(load_map.layers), len(copies), len(doubles))
+        return Planned(plan, tuple(doubles.values()), self._config, len(planned), tensors, rest)
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -203,29 +287,12 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {vllm_compat.plain_path(path): tensor for path, tensor in stored.registered(model).items()}
 
 
-def _planned(copies: dict[str, list[tuple[Run, torch.Tensor]]], incoming: Staged) -> Planned:
-    load_map = incoming.load_map
-    rest = replace(
-        load_map,
-        writes={name: left for name, places in load_map.writes.items() if (left := [at for at in places if _layer(at[0]) not in copies])},
-        part=True,
-    )
-    tensors = frozenset(
-        index
-        for index, spec in enumerate(incoming.manifest.tensors)
-        if (name := load_map.name(spec.name)) in load_map.writes and name not in rest.writes
-    )
-    plan = Plan([copy for runs in copies.values() for copy in runs]) if copies else None
-    logger.info("%d of %d layers take updates as copies", len(copies), len(load_map.layers))
-    return Planned(plan, len(copies), tensors, rest)
-
-
 def _candidates(model: torch.nn.Module, incoming: Staged) -> Iterator[tuple[str, list[str]]]:
     """Layers that may turn out to be copies, and the tensors that go into them."""
     load_map = incoming.load_map
     modules, live = vllm_compat.plain_modules(model), live_tensors(model)
     absorbed = set().union(*vllm_compat.absorbing(model).values())
-    unfit = {path for path, module in modules.items() if path in absorbed or not vllm_compat.keeps_what_is_loaded(module)}
+    unfit = {path for path, module in modules.items() if path in absorbed or not _fits(module)}
     sharing: dict[int, set[str]] = {}
     for path, tensor in live.items():
         sharing.setdefault(tensor.untyped_storage().data_ptr(), set()).add(_layer(path))
@@ -242,6 +309,10 @@ def _candidates(model: torch.nn.Module, incoming: Staged) -> Iterator[tuple[str,
             continue
         if all(_only_copies(load_map, name, layer) for name in names):
             yield layer, names
+
+
+def _fits(module: torch.nn.Module) -> bool:
+    return vllm_compat.keeps_what_is_loaded(module) or vllm_compat.requantises(module)
 
 
 def _only_copies(load_map: LoadMap, name: str, layer: str) -> bool:
@@ -271,6 +342,25 @@ def _layer_runs(
                 return None
             found += [(run, into) for run in runs]
     return found
+
+
+def _double(path: str, layer: torch.nn.Module, copies: Sequence[tuple[int, Copy]], incoming: Staged) -> Double | None:
+    """The double of a layer; None where the layer holds something else than what that makes of an update."""
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for known in {copy.path for _, copy in copies}:
+        if known not in incoming.load_map.shapes:
+            return None
+        shape, dtype = incoming.load_map.shapes[known]
+        shapes[known.rpartition(".")[2]] = shape, getattr(torch, dtype)
+    tensors = {**layer._parameters, **layer._buffers}
+    live = {name: tensor.data for name, tensor in tensors.items() if tensor is not None}
+    double = Double(path, layer, shapes, tuple((copy.path.rpartition(".")[2], index, copy) for index, copy in copies), live)
+    try:
+        made = double.made(incoming)
+    except Exception as exc:  # whatever it is, the general way is there
+        logger.info("%s is taken apart for each update: %s: %s", path, type(exc).__name__, exc)
+        return None
+    return double if all(same_bytes(tensor, live[name]) for name, tensor in made.items()) else None
 
 
 def _halves_changed(copy: Copy, parameter: torch.Tensor) -> Copy:

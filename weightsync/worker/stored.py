@@ -43,7 +43,7 @@ class Stored:
             for copy in load_map.copies.get(name, ()):
                 if not holds(live.get(copy.path), copy, tensor):
                     changed.add(copy.path)
-                elif not _uniform(_view(tensor, copy.source)):
+                elif not _uniform(view(tensor, copy.source)):
                     kept.add(copy.path)
         self._paths = kept - changed
 
@@ -102,11 +102,11 @@ def holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> b
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
     if (parameter.storage_offset() + last + 1) * parameter.element_size() > parameter.untyped_storage().nbytes():
         return False
-    held, sent = _view(parameter, copy.into), _view(tensor, copy.source)
+    held, sent = view(parameter, copy.into), view(tensor, copy.source)
     return torch.equal(bits(held), bits(sent.to(held.device)))
 
 
-def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
+def view(tensor: torch.Tensor, view: View) -> torch.Tensor:
     offset, shape, stride = view
     return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + offset)
 

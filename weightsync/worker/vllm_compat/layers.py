@@ -21,6 +21,7 @@ FOREIGN_HANDLES = (".handler_tensor",)
 KV_CACHE = ".kv_cache"
 #: How deep `holds_foreign` looks: layer → quantisation method → scheme → kernel → handler.
 _DEPTH = 5
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.dtype, torch.device, torch.Size})
 
 
 def unproved_layers(model: torch.nn.Module) -> list[str]:
@@ -89,7 +90,7 @@ def holds_foreign(layer: torch.nn.Module) -> bool:
     todo: list[tuple[Any, int]] = [(value, 0) for value in vars(layer).values()]
     while todo:
         value, depth = todo.pop()
-        if id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+        if type(value) in _PLAIN or id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
             continue
         seen.add(id(value))
         if isinstance(value, (list, tuple)):
