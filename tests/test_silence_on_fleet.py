@@ -60,6 +60,30 @@ def of(sync: WeightSync, ordinal: int) -> EngineStatus:
     return sync.status().engines[ordinal]
 
 
+def test_of_two_workers_the_one_is_named_that_does_not_answer(checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
+    flags = ["--engine.tensor_parallel_size=2", "--engine.silence_seconds=3"]
+    fleet = Fleet(checkpoint(KIND, 1), tmp_path / "fleet", flags=flags).ready()
+    try:
+        with fleet.client(bucket_bytes=60_000) as sync:
+            sync.sync_weights(tensors(KIND, 1))
+            named = []
+            for worker in _children(core_of(fleet, 0)):
+                time.sleep(1)  # it is idle: a step would keep the other one in its collective
+                worker.suspend()
+                try:
+                    wait_until(lambda: of(sync, 0).state == EngineState.SILENT, 15, "its silence")
+                    named.append(of(sync, 0).silent_workers)
+                    with pytest.raises(WeightSyncError, match="no engine that answers"):
+                        sync.sync_weights(tensors(KIND, 2))
+                finally:
+                    worker.resume()
+                wait_until(lambda: sync.status().ready == 1, 10, "its answer")
+            assert sorted(named) == [(0,), (1,)]
+            assert sync.sync_weights(tensors(KIND, 2)).verdicts[0].committed
+    finally:
+        assert fleet.stop() == 0
+
+
 def require_back(sync: WeightSync, ordinal: int, version: int, want: Any) -> None:
     """It serves the committed version, from the engine that keeps it, with no restart and no trainer."""
     wait_until(lambda: sync.status().ready == 2, 30, "that the engine is back")
@@ -132,28 +156,6 @@ def test_a_core_that_stops_just_before_an_update_costs_one_sending_and_stays_out
         core.resume()
     require_back(sync, 0, report.version, cold(KIND, 1))
     assert core.is_running()
-
-
-def test_of_two_workers_the_one_is_named_that_does_not_answer(checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
-    flags = ["--engine.tensor_parallel_size=2", "--engine.silence_seconds=3"]
-    fleet = Fleet(checkpoint(KIND, 1), tmp_path / "fleet", flags=flags).ready()
-    try:
-        with fleet.client(bucket_bytes=60_000) as sync:
-            sync.sync_weights(tensors(KIND, 1))
-            named = []
-            for worker in _children(core_of(fleet, 0)):
-                time.sleep(1)  # it is idle: a step would keep the other one in its collective
-                worker.suspend()
-                wait_until(lambda: of(sync, 0).state == EngineState.SILENT, 15, "its silence")
-                named.append(of(sync, 0).silent_workers)
-                with pytest.raises(WeightSyncError, match="no engine that answers"):
-                    sync.sync_weights(tensors(KIND, 2))
-                worker.resume()
-                wait_until(lambda: sync.status().ready == 1, 10, "its answer")
-            assert sorted(named) == [(0,), (1,)]
-            assert sync.sync_weights(tensors(KIND, 2)).verdicts[0].committed
-    finally:
-        assert fleet.stop() == 0
 
 
 def shown(fleet: Fleet, folder: Path) -> str:
