@@ -24,7 +24,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
@@ -67,11 +67,14 @@ class EngineState(enum.StrEnum):
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
     LEAVING = "leaving"  # lets its requests end, and is gone then
+    SILENT = "silent"  # its workers don't answer; does again what it did before when they do
     DEAD = "dead"
 
 
 #: What engines do that hold the version which they say.
 HOLDING = (EngineState.SERVING, EngineState.PAUSED)
+#: What engines do that can be told nothing.
+GONE = (EngineState.DEAD, EngineState.SILENT)
 
 
 @dataclass(frozen=True)
@@ -315,6 +318,8 @@ class EngineStatus:
             the version before. None when it did.
         paused: an operator has paused it: when it would serve, it says `paused` until it is resumed.
         committed_unix_seconds: when it committed last; None before the first time of its process.
+        silence_seconds: how long its workers have owed an answer, whatever they were asked; 0 if none is owed.
+        silent_workers: when it is silent, ranks of those that have not answered while others have; empty where that is not known.
         slots: how many its storage contract has, by class; summed over workers, as `memory` is.
         memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
     """
@@ -334,6 +339,8 @@ class EngineStatus:
     failed: dict[str, Any] | None = None
     paused: bool = False
     committed_unix_seconds: float | None = None
+    silence_seconds: float = 0.0
+    silent_workers: tuple[int, ...] = ()
     slots: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
 
