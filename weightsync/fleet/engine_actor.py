@@ -104,7 +104,7 @@ class EngineActor(Handing, Holding, Resting):
         self._scratch = Scratch(actor)
         self._open_shelf(actor)
         os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
-        self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
+        engine = self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
@@ -117,7 +117,7 @@ class EngineActor(Handing, Holding, Resting):
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
-        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: self._version)
+        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: engine.stamped)
         self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes, self._died)
         sock = placement.listen(self._settings, self._ordinal)
         self._server = uvicorn.Server(http_settings(self._gate, grace_seconds=1))
