@@ -18,16 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.alarms import require_alerts, rules
 from tests.test_controller import Roster, drive
 from tests.test_ledger import apply, fleet, request
 from weightsync.client import Sample
 from weightsync.client.observing import read, tallies
 from weightsync.codec import decode, encode
 from weightsync.errors import SamplesRefused
+from weightsync.fleet.compared import Baselines
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.observed import CALLS, Observed
-from weightsync.mismatch import MAX_TALLIES, MOST_LOG_RATIO, Mismatch, Observation, Tallies, Tally, standing_out
-from weightsync.protocol import FleetStatus
+from weightsync.metrics import Recorder
+from weightsync.mismatch import FACTOR, FLOOR_NATS, MAX_TALLIES, MOST_LOG_RATIO, Mismatch, Observation, Tallies, Tally, standing_out
+from weightsync.protocol import FleetStatus, ProbeReport
 from weightsync.results import Generation, VersionSpan
 from weightsync.shown import show_status
 
@@ -251,3 +254,46 @@ def test_a_trainers_samples_show_in_answer_metrics_and_status(tmp_path: Path) ->
         assert 'weightsync_observed_difference_nats{behind="0",engine="1"}' not in (await controller.metrics())["value"]
 
     drive(tmp_path, scenario)
+
+
+# --- alerts -----------------------------------------------------------------------------------------
+
+
+def test_the_alerts_numbers_are_those_of_the_code() -> None:
+    asked = rules()["WeightsyncRolloutMismatch"]["expr"]
+    assert f"> {FLOOR_NATS:g} and" in asked.replace("\n", " ") and f"({FACTOR:g} * min without (engine)" in asked
+
+
+@pytest.mark.parametrize(
+    ("observed", "probed", "expected"),
+    [
+        ([mean(0, 0.01), mean(1, 0.012), mean(2, 0.011)], {0: 0.0, 1: 0.0, 2: 0.0}, []),
+        (
+            [mean(0, 0.01), mean(1, 2.5), mean(2, 0.011)],
+            {0: 0.0, 1: 1.5, 2: 0.0},
+            [
+                ("WeightsyncRolloutMismatch", {"engine": "1", "behind": "0"}),
+                ("WeightsyncProbeDiffers", {"engine": "1", "against": "engines"}),
+                ("WeightsyncProbeNames", {"engine": "1"}),
+            ],
+        ),
+        (
+            [mean(0, 0.01), mean(1, 2.5), mean(1, 9.0, "2")],
+            {0: 1.5, 1: 1.5},
+            [
+                ("WeightsyncRolloutMismatch", {"engine": "1", "behind": "0"}),
+                ("WeightsyncProbeDiffers", {"engine": "0", "against": "engines"}),
+                ("WeightsyncProbeDiffers", {"engine": "1", "against": "engines"}),
+            ],
+        ),
+        ([mean(0, 0.3), mean(1, 0.5)], {}, []),
+        ([mean(0, 3.0)], {}, []),
+    ],
+)
+def test_alerts_fire_on_the_engine_that_is_wrong_and_on_no_other(
+    observed: list[Mismatch], probed: dict[int, float], expected: list[Any], tmp_path: Path
+) -> None:
+    recorder, limits = Recorder(), Baselines()
+    named, _ = limits.judge(probed, {"engines": probed, "graphs": {}})
+    recorder.mismatch(observed, limits, ProbeReport(1, named=tuple(named)))
+    require_alerts(tmp_path, recorder.text(), expected)

@@ -90,8 +90,8 @@ def estimators(log_ratios: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _tally(engine: int, version: int, log_ratios: torch.Tensor) -> Tally:
     absolute, (k1, k3) = log_ratios.abs(), estimators(log_ratios)
-    sums = (float(values.sum()) for values in (absolute, k1, k3))
-    return Tally(engine, version, len(log_ratios), *sums, float(absolute.max()))
+    difference, sum1, sum3 = (float(values.sum()) for values in (absolute, k1, k3))
+    return Tally(engine, version, len(log_ratios), difference, sum1, sum3, float(absolute.max()))
 
 
 def _sample(number: int, given: Any, trainer_logprobs: Any) -> Sample:
