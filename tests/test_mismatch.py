@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from starlette.testclient import TestClient
@@ -56,6 +56,7 @@ def pairs(draw: st.DrawFn) -> tuple[list[float], list[float], int, int]:
     return draw(of), draw(of), draw(st.integers(0, 2)), draw(st.integers(3, 5))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(pairs(), min_size=1, max_size=8))
 def test_sums_are_those_of_the_formula_token_by_token(drawn: list[tuple[list[float], list[float], int, int]]) -> None:
     found = {(tally.engine, tally.version): tally for tally in tallies([sample(*one) for one in drawn])}
