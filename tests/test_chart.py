@@ -290,7 +290,10 @@ def test_shared_memory_holds_two_copies_for_each_engine_of_the_pod_that_keeps_so
 
 
 #: A value of another kind for each setting, and the default of the others is changed by it.
-OTHER = {True: False, False: True, "auto": "cpu", "reset": "retain", "off": "host", "keep": "wait", "wait": "refuse", "refuse": "observe"}
+OTHER = {
+    True: False, False: True, "auto": "cpu", "reset": "retain", "off": "host", "keep": "wait", "wait": "refuse", "refuse": "observe",
+    "warn": "off",
+}  # fmt: skip
 
 
 def other(value: Any, key: str) -> Any:

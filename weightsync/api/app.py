@@ -111,6 +111,7 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
     guarded = APIRouter(prefix=_GUARDED)
     _fleet_routes(guarded, controller, control_seconds)
     _update_routes(guarded, controller, control_seconds)
+    _sample_routes(guarded, controller, control_seconds)
     app.include_router(guarded)
     return app
 
@@ -212,12 +213,7 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
 
     @router.post("/updates", summary="Begin an update; the body is an UpdateRequest", status_code=201)
     async def begin(request: Request) -> dict[str, Any]:
-        # Not a pydantic model: the controller decodes it once, by the same code as every other message.
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as exc:
-            raise Refused(f"the body is not JSON: {exc}", hint="Send an UpdateRequest") from None
-        return dict(await controller.ask("begin", body, timeout_seconds=4 * seconds))
+        return dict(await controller.ask("begin", await _json(request, "UpdateRequest"), timeout_seconds=4 * seconds))
 
     @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts")
     async def commit(update_id: str, body: Annotated[CommitBody, Depends(_commit_body)]) -> dict[str, Any]:
@@ -226,6 +222,20 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
     @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied")
     async def abort(update_id: str, body: AbortBody | None = None) -> dict[str, Any]:
         return dict(await controller.ask("abort", update_id, (body or AbortBody()).reason, timeout_seconds=2 * seconds))
+
+
+def _sample_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
+    async def observe(request: Request) -> dict[str, Any]:
+        return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
+
+
+async def _json(request: Request, message: str) -> Any:
+    """A body that is no pydantic model: the controller decodes it once, by the same code as every other message."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as exc:
+        raise Refused(f"the body is not JSON: {exc}", hint=f"Send {message}") from None
 
 
 def _commit_body(body: CommitBody | None = None) -> CommitBody:
