@@ -23,7 +23,8 @@ from yamllint.config import YamlLintConfig
 
 from tests.charts import CHART, EXAMPLES, by_kind, closed, containers, documents, floats, merged, pods, rendered, strings, violations
 from weightsync import config
-from weightsync.fleet import cluster
+from weightsync.fleet import own_ray
+from weightsync.fleet.fixed import FIXED
 
 ROOT = Path(__file__).resolve().parent.parent
 KUBERNETES = "1.33"
@@ -225,6 +226,7 @@ def test_the_service_reads_the_fleet_as_it_was_given(case: str, tmp_path: Path, 
     assert got["sync"]["store_host"] == "10.1.2.3"
     assert got["api"] | {"host": "0.0.0.0", "token": "token-of-the-secret"} == got["api"]
     assert got["ray"]["address"].endswith("-head-svc:6379")
+    assert got["leave_fleet"] is True  # the API's pod goes, the engines stay
 
 
 def test_defaults_are_the_services_own_but_for_ports_and_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +327,7 @@ def test_ray_is_made_anew_for_settings_that_live_engines_keep_and_for_no_others(
         for key, value in defaults[section].items()
         if fixed(merged(wide, {"fleet": {section: {key: other(value, key)}}})) != before
     }
-    kept = {(section, key) for section, keys in cluster._FIXED.items() if section in defaults for key in keys or defaults[section]}
+    kept = {(section, key) for section, keys in FIXED.items() if section in defaults for key in keys or defaults[section]}
     assert changed == {(section, key) for section, key in kept if key in defaults[section]} - {("engine", "count")}
     assert fixed({"fleet": {"fleet": "other"}}) != before
     assert fixed({"auth": {"token": "other"}}) != before
@@ -334,7 +336,7 @@ def test_ray_is_made_anew_for_settings_that_live_engines_keep_and_for_no_others(
 def test_every_pod_is_a_node_of_ray_as_serve_would_start_it() -> None:
     for template in pods(documents({})):
         env = {entry["name"]: entry.get("value") for entry in containers(template)[0]["env"]}
-        assert env | cluster._ray_environment() == env
+        assert env | own_ray.environment() == env
         assert env["RAY_AUTH_MODE"] == "token"
     spec = by_kind(documents({}))["RayCluster"]["spec"]
     assert spec["authOptions"] == {"mode": "token", "secretName": "rl-weightsync-ray"}
