@@ -123,11 +123,14 @@ class Recorder:
             "weightsync_last_broadcast_bytes_per_second", "Those bytes by the time that the slowest engine took to receive them.", **new
         )
         self._committed.set(-1)
+        for outcome in (UpdateState.COMMITTED, UpdateState.ABORTED):
+            self._updates.labels(str(outcome))  # from 0 on, so that the first one shows as a rise
 
     def _make_engine_gauges(self, **new: Any) -> None:
         def gauge(name: str, about: str, *labels: str) -> Gauge:
             return Gauge(f"weightsync_{name}", about, ["engine", *labels], **new)
 
+        self._workers = gauge("engine_workers", "vLLM workers of an engine; 0 while it starts.")
         self._version = gauge("engine_version", "Version an engine holds; -1 if none.")
         self._behind = gauge("engine_staleness_updates", "Updates committed since the one that an engine holds; left out if it holds none.")
         self._age = gauge("engine_staleness_seconds", "Time since an engine committed last; left out before its first.")
@@ -135,7 +138,7 @@ class Recorder:
         self._retained = gauge("retained_bytes", "Host memory that an engine keeps for engines that come later.")
         self._staging = gauge("staging_bytes", "Memory in which an engine holds an update beside its weights, or keeps for the next.")
         self._rollback = gauge("rollback_bytes", "Host memory of the update that an engine comes back to; 0 if it is the retained one.")
-        self._of_engines = self._version, self._behind, self._age, self._slots, self._retained, self._staging, self._rollback
+        self._of_engines = self._workers, self._version, self._behind, self._age, self._slots, self._retained, self._staging, self._rollback
 
     @_never_fails
     def build(self, version: str) -> None:
@@ -218,6 +221,7 @@ class Recorder:
             self._known.add(engine.engine)
             for what in _DRIFT:
                 self._drift.labels(ordinal, what)  # from 0 on, so that the first one shows as a rise
+        self._workers.labels(ordinal).set(engine.workers)
         self._version.labels(ordinal).set(-1 if engine.version is None else engine.version)
         if behind is not None:
             self._behind.labels(ordinal).set(behind)
