@@ -1,6 +1,6 @@
 """The Helm chart: rendered by Helm's own engine, checked against schemas of Kubernetes and custom resources, read by the service.
 
-Not covered: a cluster. Schemas of RayCluster, PodMonitor and ServiceMonitor are looked for in `CHART_CRD_DIR`.
+Not covered: a cluster. Schemas of RayCluster, PodMonitor, ServiceMonitor and PrometheusRule are looked for in `CHART_CRD_DIR`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CRDS = {
     "RayCluster": "ray.io_rayclusters.yaml",
     "PodMonitor": "monitoring.coreos.com_podmonitors.yaml",
     "ServiceMonitor": "monitoring.coreos.com_servicemonitors.yaml",
+    "PrometheusRule": "monitoring.coreos.com_prometheusrules.yaml",
 }
 
 #: Every switch of the chart, on and off where it is not the default.
@@ -67,6 +68,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "account's annotations": {"serviceAccount": {"annotations": {"role": "rl"}}},
     "service monitor": {"metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}}},
     "pod monitor": {"metrics": {"podMonitor": {"enabled": True, "labels": {"release": "p"}}}},
+    "rules": {"metrics": {"rules": {"enabled": True, "labels": {"release": "p"}, "runbook": "https://docs.example/operations"}}},
+    "dashboard": {"metrics": {"dashboard": {"enabled": True, "annotations": {"grafana_folder": "RL"}}}},
+    "egress": {"networkPolicy": {"egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 443}]}]}},
+    "free egress": {"networkPolicy": {"restrictEgress": False}},
     "no policy": {"networkPolicy": {"enabled": False}},
     "policy": {"networkPolicy": {who: [{"namespaceSelector": {}}] for who in ("clients", "trainers", "monitoring")}},
     "no budgets": {"podDisruptionBudget": {"enabled": False}},
@@ -83,6 +88,9 @@ _TOGETHER = (
     "load balancer",
     "service monitor",
     "pod monitor",
+    "rules",
+    "dashboard",
+    "egress",
     "policy",
 )
 SWITCHES["together"] = reduce(merged, (SWITCHES[name] for name in _TOGETHER))
@@ -186,6 +194,7 @@ def test_values_and_their_schema_are_those_of_the_settings() -> None:
         ({"cache": {"accessModes": []}}, "/cache/accessModes"),
         ({"service": {"type": "Ingress"}}, "/service/type"),
         ({"networkPolicy": {"clients": [{"namespace": "a"}]}}, "/networkPolicy/clients/0"),
+        ({"networkPolicy": {"egress": [{"from": []}]}}, "/networkPolicy/egress/0"),
         ({"metrics": {"podMonitor": {"interval": "often"}}}, "/metrics/podMonitor/interval"),
         ({"security": {"runAsUser": 0}}, "/security/runAsUser"),
     ],
@@ -368,13 +377,19 @@ def test_pods_of_ray_do_not_change_with_the_charts_version() -> None:
 def test_the_network_is_open_inside_the_release_and_to_those_who_are_named() -> None:
     inside = {"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "rl", "app.kubernetes.io/part-of": "weightsync"}}}
     policy = by_kind(documents({}))["NetworkPolicy"]["spec"]
-    assert policy["ingress"] == [{"from": [inside]}]
-    assert policy["podSelector"] == inside["podSelector"]
+    names = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+    assert (policy["ingress"], policy["egress"]) == ([{"from": [inside]}], [{"to": [inside]}, names])
+    assert (policy["podSelector"], policy["policyTypes"]) == (inside["podSelector"], ["Ingress", "Egress"])
     who = {name: [{"namespaceSelector": {"matchLabels": {"a": name}}}] for name in ("clients", "trainers", "monitoring")}
-    _, clients, trainers, monitoring = by_kind(documents({"networkPolicy": who}))["NetworkPolicy"]["spec"]["ingress"]
+    further = {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 443}]}
+    policy = by_kind(documents({"networkPolicy": {**who, "egress": [further]}}))["NetworkPolicy"]["spec"]
+    assert policy["egress"] == [{"to": [inside]}, names, {"to": who["trainers"]}, further]
+    _, clients, trainers, monitoring = policy["ingress"]
     assert clients == {"from": who["clients"], "ports": [{"port": 8517}, {"port": 8600, "endPort": 9623}]}
     assert trainers == {"from": who["trainers"]}
     assert monitoring == {"from": who["monitoring"], "ports": [{"port": 8517}, {"port": 8080}]}
+    free = by_kind(documents(SWITCHES["free egress"]))["NetworkPolicy"]["spec"]
+    assert free["policyTypes"] == ["Ingress"] and "egress" not in free
 
 
 def test_the_first_update_gets_through_to_an_api_that_is_not_ready() -> None:
