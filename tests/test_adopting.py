@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+import weightsync
 from weightsync import config
 from weightsync.errors import ConfigError
 from weightsync.fleet import adopting
 from weightsync.fleet.engine_actor import EngineActor
+from weightsync.fleet.fixed import differences, fixed
 
 
 class Handle:
@@ -88,6 +90,14 @@ def test_an_engine_that_does_not_answer_is_taken_on_trust_and_the_log_says_so(tm
     assert "engine 0 is adopted without a look at its settings" in caplog.text and "engine 1" not in caplog.text
     with pytest.raises(ConfigError):
         adopt(settings(tmp_path, **{"engine.strict": True}), Silent(), engine(1, wanted))
+
+
+def test_engines_of_another_release_are_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, there = settings(tmp_path), engine(0, settings(tmp_path))
+    running = asyncio.run(there.started_with.remote())["value"]
+    monkeypatch.setattr(weightsync, "__version__", "99.0")
+    assert differences(fixed(wanted), running) == [f"the running engines are of weightsync {running['release']}, this is 99.0"]
+    assert "(unknown)" in differences(fixed(wanted), {**running, "release": None})[0]
 
 
 def test_what_goes_wrong_here_is_not_taken_for_an_answer(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 On a cluster that was there before nothing else knows: the state folder may be another one, or empty.
 
-Not covered: Ray's own settings (`own_ray` keeps those of a Ray that `serve` started), and an engine that was started by another release.
+Not covered: Ray's own settings (`own_ray` keeps those of a Ray that `serve` started).
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ class Cluster:
 
         for name in _actors(self.settings.namespace):
             if name.startswith("engine-"):
-                self._engines[int(name.removeprefix("engine-"))] = ray.get_actor(name, self.settings.namespace)
+                with contextlib.suppress(ValueError):  # it went meanwhile
+                    self._engines[int(name.removeprefix("engine-"))] = ray.get_actor(name, self.settings.namespace)
         try:
             await adopting.require_same(self._engines, self.settings)
         except ConfigError:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import weightsync
 from weightsync import config
 
 #: As (section, keys); without keys the whole of it.
@@ -21,11 +22,12 @@ FIXED: dict[str, tuple[str, ...]] = {
 
 
 def fixed(settings: config.Settings) -> dict[str, Any]:
-    """Their values by section and key, and a hash of the token as `token`."""
+    """Their values by section and key, a hash of the token as `token`, and the `release` of weightsync whose code runs."""
     data = config.dump(settings)
     token = hashlib.sha256(str(data["api"]["token"]).encode()).hexdigest()
     del data["engine"]["count"]
-    return {**{section: {key: data[section][key] for key in keys or data[section]} for section, keys in FIXED.items()}, "token": token}
+    kept = {section: {key: data[section][key] for key in keys or data[section]} for section, keys in FIXED.items()}
+    return {**kept, "token": token, "release": weightsync.__version__}
 
 
 def differences(wanted: Mapping[str, Any], running: Mapping[str, Any], sections: Collection[str] = tuple(FIXED)) -> list[str]:
@@ -43,4 +45,6 @@ def differences(wanted: Mapping[str, Any], running: Mapping[str, Any], sections:
     ]
     if wanted["token"] != running.get("token"):
         differ.append("api.token: the running engines have another one")
+    if wanted["release"] != (other := running.get("release")):
+        differ.append(f"the running engines are of weightsync {other or '(unknown)'}, this is {wanted['release']}")
     return differ
