@@ -49,6 +49,7 @@ GUARDED = [
     ("POST", "/v1/scale"),
     ("POST", "/v1/pin"),
     ("POST", "/v1/unpin"),
+    ("POST", "/v1/observe"),
 ]
 each_guarded = pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{method} {path}" for method, path in GUARDED])
 

@@ -194,6 +194,9 @@ class SyncSettings(_Section):
     caches: Literal["reset", "retain", "salt"] = "reset"
     """What becomes of prefix, connector, multimodal and encoder caches at an update: dropped once, kept in use, or kept for
     the requests that began before it, by vLLM's cache_salt."""
+    probe: Literal["off", "warn", "quarantine"] = "warn"
+    """Behind each commit engines score a few fixed prompts, and one that differs is named: in log, status and metrics, or also taken out of
+    service until it gets its weights again."""
     local: Literal["auto", "host", "off"] = "auto"
     """Which engines a trainer hands its memory to: those on its own GPU, also those on its host when its tensors are on the CPU, or
     none. The others are reached by gloo or NCCL in the same update."""

@@ -17,6 +17,9 @@ from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from weightsync.manifest import MAX_TENSORS as MAX_TENSORS
 from weightsync.manifest import Manifest as Manifest
 from weightsync.manifest import TensorSpec as TensorSpec
+from weightsync.mismatch import Mismatch as Mismatch
+from weightsync.mismatch import Observation as Observation
+from weightsync.mismatch import ProbeReport as ProbeReport
 from weightsync.place import Place as Place
 from weightsync.place import Retained as Retained
 from weightsync.report import ContractAnswer as ContractAnswer
@@ -24,7 +27,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
@@ -277,7 +280,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class UpdateStatus:
-    """One update, as the ledger knows it; `rewind` when it asked to go back."""
+    """One update, as the ledger knows it; `rewind` when it asked to go back, `probe` what one found behind its commit."""
 
     update_id: str
     version: int
@@ -290,6 +293,7 @@ class UpdateStatus:
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
     rewind: bool = False
+    probe: ProbeReport | None = None
 
 
 @dataclass(frozen=True)
@@ -343,6 +347,8 @@ class FleetStatus:
     Attributes:
         ready: engines that serve the committed version; pinned ones don't count.
         rewinds: how often it has gone back to an earlier version.
+        observed: what trainers have said of late of their samples (`observe`), by engine and how many updates they were behind.
+        probe: what the last probe found, also one behind a rejoin; None before the first.
     """
 
     fleet: str
@@ -352,6 +358,8 @@ class FleetStatus:
     update: UpdateStatus | None
     protocol_version: int = PROTOCOL_VERSION
     rewinds: int = 0
+    observed: tuple[Mismatch, ...] = ()
+    probe: ProbeReport | None = None
 
     def staleness(self, version: int | None) -> int | None:
         """How far what was sampled from `version` is behind the committed one, never below 0.

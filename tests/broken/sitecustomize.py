@@ -1,7 +1,8 @@
 """Faults on order in a real engine's worker: this folder on PYTHONPATH, and FAULT_FILE with what is to fail.
 
-The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`), `at` (tensors that
-are loaded before it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
+The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`; or `poke`, behind which the
+proof has passed, and weights change that nobody has sent), `at` (tensors that are loaded before it fails) and `times`, which each fault
+counts down. Nothing fails while there is no file.
 
 Not covered: faults outside a worker.
 """
@@ -54,6 +55,15 @@ class Broken:
             yield pair
 
 
+def poke(model: Any) -> None:
+    """Give the last norm other weights, in place: every address is as it was."""
+    import torch
+
+    weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("model.norm.weight"))
+    with torch.no_grad():
+        weight.mul_(torch.linspace(-2, 2, weight.numel(), dtype=weight.dtype, device=weight.device))
+
+
 def break_(module: Any) -> None:
     """Put the faults around the applier's steps."""
     applier = module.Applier
@@ -66,7 +76,12 @@ def break_(module: Any) -> None:
     def prove(self: Any) -> Any:
         from weightsync.errors import VerdictNotOk
 
-        return VerdictNotOk(SAID) if due(self, "verify") else stock_prove(self)
+        if due(self, "verify"):
+            return VerdictNotOk(SAID)
+        found = stock_prove(self)
+        if due(self, "poke"):
+            poke(self.model)
+        return found
 
     applier._load, applier._prove = load, prove
 

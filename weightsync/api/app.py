@@ -150,6 +150,10 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     async def engines() -> list[dict[str, Any]]:
         return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
 
+    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
+    async def observe(request: Request) -> dict[str, Any]:
+        return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
+
     @router.get(
         "/engines/{ordinal}/contract",
         summary="What an engine's workers sealed of the memory that captured graphs read, and what became of it",
@@ -212,12 +216,7 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
 
     @router.post("/updates", summary="Begin an update; the body is an UpdateRequest", status_code=201)
     async def begin(request: Request) -> dict[str, Any]:
-        # Not a pydantic model: the controller decodes it once, by the same code as every other message.
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as exc:
-            raise Refused(f"the body is not JSON: {exc}", hint="Send an UpdateRequest") from None
-        return dict(await controller.ask("begin", body, timeout_seconds=4 * seconds))
+        return dict(await controller.ask("begin", await _json(request, "UpdateRequest"), timeout_seconds=4 * seconds))
 
     @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts")
     async def commit(update_id: str, body: Annotated[CommitBody, Depends(_commit_body)]) -> dict[str, Any]:
@@ -226,6 +225,14 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
     @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied")
     async def abort(update_id: str, body: AbortBody | None = None) -> dict[str, Any]:
         return dict(await controller.ask("abort", update_id, (body or AbortBody()).reason, timeout_seconds=2 * seconds))
+
+
+async def _json(request: Request, message: str) -> Any:
+    """A body that is no pydantic model: the controller decodes it once, by the same code as every other message."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as exc:
+        raise Refused(f"the body is not JSON: {exc}", hint=f"Send {message}") from None
 
 
 def _commit_body(body: CommitBody | None = None) -> CommitBody:

@@ -6,7 +6,7 @@ committed version and update id. An update is told to it in short calls (`begin`
 version, resume; before it requests end, where they shall (`draining`). What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`); pinned it serves what it has
-and takes none (`holding`); paused it serves nothing and takes updates (`pausing`).
+and takes none (`holding`); paused it serves nothing and takes updates (`pausing`). Behind a commit it scores a few prompts (`probed`).
 An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines that come later `handing` sends.
 
 Not covered: which of its requests an update interrupted.
@@ -35,8 +35,8 @@ from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate, http_settings
 from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
-from weightsync.fleet.ledger import LATE
 from weightsync.fleet.left_out import other_base
+from weightsync.fleet.probed import Probed
 from weightsync.fleet.reports import Inventory, failure, require_ranks
 from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
@@ -53,7 +53,7 @@ _LINGER_SECONDS = 2.0
 CORE_DIED = "engine_core_died"
 
 
-class EngineActor(Adopted, Handing, Holding, Resting):
+class EngineActor(Adopted, Handing, Holding, Resting, Probed):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -255,14 +255,6 @@ class EngineActor(Adopted, Handing, Holding, Resting):
                 hint="See its log",
                 engine=self._ordinal,
             ) from None
-
-    @answers
-    async def retire(self, update_id: str) -> None:
-        """Serve nothing until the next update: this one was applied, but the controller had given it up by then."""
-        if self._update_id == update_id and self._state == EngineState.SERVING:
-            self._state, self._reason, self._version = EngineState.QUARANTINED, LATE, None
-            self._clear_shelf()
-            await self._end_requests()
 
     async def _end_requests(self) -> None:
         """Stay paused; end what vLLM has, and what is still on its way into it, with an error that says to come again."""

@@ -105,6 +105,10 @@ class Rejoin:
             giver = Giver(ordinal, self._roster.handle(ordinal), self._sync.control_timeout_seconds)
             self._task = asyncio.create_task(self._bring(giver, takers))
 
+    def hold(self, engine: int, update_id: str) -> None:
+        """Bring this update to this engine no more: it had it from here already, and does not serve it rightly."""
+        self._failures[engine] = self._incarnation(engine), update_id, _TRIES, 0.0
+
     async def give_way(self) -> None:
         """Return when no rejoin is under way: the trainer has something newer.
 
