@@ -177,6 +177,31 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Storage contracts", [(f"sum by (class) ({of('contract_slots')})", "{{class}}")], "Slots by class, all engines."),
         Panel("Bytes that were not sent", [(rise("digest_mismatches_total", "job"), "{{job}}")], "Updates ended by a digest."),
     ),
+    "Mismatch": (
+        Panel(
+            "Trainer against rollouts",
+            [(of("observed_difference_nats"), "engine {{engine}}, {{behind}} behind")],
+            "Mean difference of log-probabilities of the sampled tokens, as trainers tell it (observe).",
+            "none",
+        ),
+        Panel(
+            "KL of rollouts and trainer",
+            [(of("observed_kl_nats", 'estimator="k3"'), "engine {{engine}}, {{behind}} behind")],
+            "Nats, by the estimator k3.",
+            "none",
+        ),
+        Panel("Tokens told of", [(rise("observed_tokens_total", "engine"), "engine {{engine}}")], "0 where no trainer calls observe."),
+        Panel(
+            "Probe",
+            [(of("probe_difference_nats"), "engine {{engine}}, {{against}}"), (of("probe_limit_nats"), "limit {{engine}}, {{against}}")],
+            "How far answers to fixed prompts are off, nats, and may be.",
+            "none",
+        ),
+        Panel("Probe's baseline", [(of("probe_baseline_nats"), "engine {{engine}}, {{against}}")], "Of the first commits, nats.", "none"),
+        Panel("Named by the probe", [(of("probe_named"), "engine {{engine}}")], "1: the fault is in this engine.", "none"),
+        Panel("Probes by outcome", [(rise("probes_total", "outcome"), "{{outcome}}")], "Of each engine, behind each commit.", width=12),
+        Panel("Time of a probe", [(mean("probe_seconds", "job"), "{{job}}")], "All engines at once.", "s", width=12),
+    ),
     "Failures": (
         Panel(
             "Second tries",
