@@ -301,7 +301,17 @@ def test_shared_memory_holds_two_copies_for_each_engine_of_the_pod_that_keeps_so
 
 
 #: A value of another kind for each setting, and the default of the others is changed by it.
-OTHER = {True: False, False: True, "auto": "cpu", "reset": "retain", "off": "host", "keep": "wait", "wait": "refuse", "refuse": "observe"}
+OTHER = {
+    True: False,
+    False: True,
+    "auto": "cpu",
+    "reset": "retain",
+    "off": "host",
+    "keep": "wait",
+    "wait": "refuse",
+    "refuse": "observe",
+    "warn": "off",
+}
 
 
 def other(value: Any, key: str) -> Any:
