@@ -197,6 +197,7 @@ class BeginOrder:
         hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
+        plan: whether layers that keep what is loaded may be written as copies, once an update like this one has shown which.
     """
 
     request: UpdateRequest
@@ -213,6 +214,7 @@ class BeginOrder:
     keep_in: str = ""
     restores: str = ""
     rewinds: int = 0
+    plan: bool = True
 
     @property
     def brings(self) -> str:
