@@ -19,7 +19,10 @@ from weightsync.manifest import Manifest as Manifest
 from weightsync.manifest import TensorSpec as TensorSpec
 from weightsync.mismatch import Mismatch as Mismatch
 from weightsync.mismatch import Observation as Observation
+from weightsync.mismatch import ProbeAnswer as ProbeAnswer
 from weightsync.mismatch import ProbeReport as ProbeReport
+from weightsync.mismatch import Tallies as Tallies
+from weightsync.mismatch import Tally as Tally
 from weightsync.place import Place as Place
 from weightsync.place import Retained as Retained
 from weightsync.report import ContractAnswer as ContractAnswer

@@ -111,6 +111,7 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
     guarded = APIRouter(prefix=_GUARDED)
     _fleet_routes(guarded, controller, control_seconds)
     _update_routes(guarded, controller, control_seconds)
+    _sample_routes(guarded, controller, control_seconds)
     app.include_router(guarded)
     return app
 
@@ -149,10 +150,6 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     @router.get("/engines", summary="Address, version and state of every engine")
     async def engines() -> list[dict[str, Any]]:
         return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
-
-    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
-    async def observe(request: Request) -> dict[str, Any]:
-        return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
 
     @router.get(
         "/engines/{ordinal}/contract",
@@ -225,6 +222,12 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
     @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied")
     async def abort(update_id: str, body: AbortBody | None = None) -> dict[str, Any]:
         return dict(await controller.ask("abort", update_id, (body or AbortBody()).reason, timeout_seconds=2 * seconds))
+
+
+def _sample_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
+    async def observe(request: Request) -> dict[str, Any]:
+        return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
 
 
 async def _json(request: Request, message: str) -> Any:
