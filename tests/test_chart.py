@@ -300,31 +300,15 @@ def test_shared_memory_holds_two_copies_for_each_engine_of_the_pod_that_keeps_so
     assert next(v for v in volumes if v["name"] == "shm")["emptyDir"]["sizeLimit"] == f"{2 + copies * 32 + 1}Gi"
 
 
-#: A value of another kind for each setting, and the default of the others is changed by it.
-OTHER = {
-    True: False,
-    False: True,
-    "auto": "cpu",
-    "reset": "retain",
-    "off": "host",
-    "keep": "wait",
-    "wait": "refuse",
-    "refuse": "observe",
-    "warn": "off",
-}
-
-
-def other(value: Any, key: str) -> Any:
-    if key == "dtype":
-        return "float16"
-    if key == "stage":
-        return "host"
-    if key == "local":
-        return "off"
+def other(section: str, key: str, value: Any) -> Any:
+    """A value that a setting may have, and has not."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["fleet"]["properties"][section]["properties"][key]
+    if choices := schema.get("enum"):
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, bool):
+        return not value
     if value is None:
         return 1 << 21 if "bytes" in key else 1
-    if isinstance(value, (bool, str)) and value in OTHER:
-        return OTHER[value]
     if isinstance(value, str):
         return f"{value}x"
     return {int: lambda: value + 1, float: lambda: value + 1, list: lambda: ["a"], dict: lambda: {"a": 1}}[type(value)]()
@@ -344,7 +328,7 @@ def test_ray_is_made_anew_for_settings_that_live_engines_keep_and_for_no_others(
         (section, key)
         for section in ("engine", "api", "sync")
         for key, value in defaults[section].items()
-        if fixed(merged(wide, {"fleet": {section: {key: other(value, key)}}})) != before
+        if fixed(merged(wide, {"fleet": {section: {key: other(section, key, value)}}})) != before
     }
     kept = {(section, key) for section, keys in FIXED.items() if section in defaults for key in keys or defaults[section]}
     assert changed == {(section, key) for section, key in kept if key in defaults[section]} - {("engine", "count")}
