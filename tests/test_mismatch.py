@@ -6,6 +6,7 @@ Not covered: real samples (`test_mismatch_on_fleet.py`).
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from starlette.testclient import TestClient
 
 from tests.alarms import require_alerts, rules
 from tests.test_controller import Roster, drive
-from tests.test_ledger import apply, fleet, request
+from tests.test_ledger import apply, engine, fleet, request
+from weightsync import config
+from weightsync.api import app as api
 from weightsync.client import Sample
 from weightsync.client.observing import read, tallies
+from weightsync.client.view import View
 from weightsync.codec import decode, encode
-from weightsync.errors import SamplesRefused
+from weightsync.errors import SamplesRefused, WeightSyncError
 from weightsync.fleet.compared import Baselines
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.observed import CALLS, Observed
@@ -51,13 +56,14 @@ def pairs(draw: st.DrawFn) -> tuple[list[float], list[float], int, int]:
     return draw(of), draw(of), draw(st.integers(0, 2)), draw(st.integers(3, 5))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(pairs(), min_size=1, max_size=8))
 def test_sums_are_those_of_the_formula_token_by_token(drawn: list[tuple[list[float], list[float], int, int]]) -> None:
     found = {(tally.engine, tally.version): tally for tally in tallies([sample(*one) for one in drawn])}
-    assert set(found) == {(engine, version) for _, _, engine, version in drawn}
-    for (engine, version), tally in found.items():
-        trainer = [t for ts, _, e, v in drawn if (e, v) == (engine, version) for t in ts]
-        rollout = [r for _, rs, e, v in drawn if (e, v) == (engine, version) for r in rs]
+    assert set(found) == {tuple(of) for _, _, *of in drawn}
+    for key, tally in found.items():
+        trainer = [t for ts, _, *of in drawn if tuple(of) == key for t in ts]
+        rollout = [r for _, rs, *of in drawn if tuple(of) == key for r in rs]
         ratios = [math.exp(t) / math.exp(r) for t, r in zip(trainer, rollout, strict=True)]
         assert tally.tokens == len(ratios)
         assert tally.difference == pytest.approx(sum(abs(t - r) for t, r in zip(trainer, rollout, strict=True)), rel=1e-9)
@@ -254,6 +260,55 @@ def test_a_trainers_samples_show_in_answer_metrics_and_status(tmp_path: Path) ->
         assert 'weightsync_observed_difference_nats{behind="0",engine="1"}' not in (await controller.metrics())["value"]
 
     drive(tmp_path, scenario)
+
+
+# --- over HTTP ----------------------------------------------------------------------------------------
+
+
+class Over:
+    """Carries a trainer's calls to the API's application."""
+
+    def __init__(self, client: TestClient) -> None:
+        self._client = client
+        self.sent: list[Any] = []
+
+    def post(self, path: str, body: Any, seconds: float) -> Any:
+        self.sent.append(body)
+        answer = self._client.post(path, json=body, headers={"authorization": "Bearer t"}).json()
+        if "error" in answer:
+            raise WeightSyncError.from_dict(answer["error"])
+        return answer
+
+
+def test_observe_goes_through_api_and_controller_and_sends_no_token(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    controller = Controller(config.dump(config.load({"engine.model": tmp_path})))
+    controller._heart = object()  # type: ignore[assignment]
+    for ordinal in (0, 1):
+        controller._ledger.see(engine(ordinal, 5))
+
+    class Fleet:
+        async def ask(self, method: str, *args: Any, timeout_seconds: float) -> Any:
+            answer = await getattr(controller, method)(*args)
+            if "error" in answer:
+                raise WeightSyncError.from_dict(answer["error"])
+            return answer["value"]
+
+    application = api.build(Fleet(), lambda: "t", min_ready=1, max_request_bytes=1 << 20, control_seconds=5.0)
+    sync = View("http://127.0.0.1:1", "t")
+    with TestClient(application) as client:
+        over = Over(client)
+        sync._http = over  # type: ignore[assignment]
+        made = [Generation((424242,) * 40, (-1.0,) * 40, (VersionSpan(5, 0, 40),), e, "length") for e in (0, 1)]
+        told = sync.observe(made, torch.tensor([[-1.0] * 40, [-2.0] * 40]))
+        assert told.named == (1,) and [(m.engine, m.behind, m.k1) for m in told.engines] == [(0, "0", 0.0), (1, "0", 1.0)]
+        assert "424242" not in json.dumps(over.sent) and len(json.dumps(over.sent)) < 400
+        with pytest.raises(SamplesRefused, match="sample 1 has nan"):
+            sync.observe(made, [[-1.0] * 40, [math.nan] * 40])
+        over.post("/v1/observe", over.sent[0], 1.0)
+        with pytest.raises(SamplesRefused, match="the sums are not valid"):
+            over.post("/v1/observe", {"tallies": []}, 1.0)
+        assert len(over.sent) == 3, "what this side refuses is not sent"
 
 
 # --- alerts -----------------------------------------------------------------------------------------

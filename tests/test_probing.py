@@ -268,6 +268,25 @@ def test_a_commit_waits_for_a_busy_engine_a_moment_and_what_it_says_later_counts
     drive(tmp_path, scenario, **{"engine.count": 3, "sync.probe": "quarantine"})
 
 
+def test_what_comes_behind_the_next_probe_is_not_taken_for_news(tmp_path: Path) -> None:
+    async def scenario(controller: Controller, _: Any) -> None:
+        engines = probed(controller)
+        engines.goes_on.clear()
+        engines.shifts[1] = 1.5
+        assert (await one_update(controller, 1))["probe"] is None
+        first, engines.goes_on, engines.shifts[1] = engines.goes_on, asyncio.Event(), 0.0
+        engines.goes_on.set()
+        assert decode(UpdateStatus, await one_update(controller, 2)).probe == controller._probing.last
+        engines.shifts[1] = 1.5
+        first.set()
+        await until(lambda: not controller._probing._tasks)
+        late = decode(UpdateStatus, (await controller.update("u1"))["value"]).probe
+        assert late is not None and set(late.skipped) == {"0", "1", "2"} and engines.retired == []
+        assert controller._probing.last is not None and controller._probing.last.version == 2
+
+    drive(tmp_path, scenario, **{"engine.count": 3, "sync.probe": "quarantine"})
+
+
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():

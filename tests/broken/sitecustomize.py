@@ -1,8 +1,8 @@
 """Faults on order in a real engine's worker: this folder on PYTHONPATH, and FAULT_FILE with what is to fail.
 
-The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`; or `poke`, behind which the
-proof has passed, and weights change that nobody has sent), `at` (tensors that are loaded before it fails) and `times`, which each fault
-counts down. Nothing fails while there is no file.
+The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`; or `poke` and `rebind`,
+behind which the proof has passed, and weights change that nobody has sent: in place, or by another tensor, which captured graphs do not
+read), `at` (tensors that are loaded before it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
 
 Not covered: faults outside a worker.
 """
@@ -55,13 +55,16 @@ class Broken:
             yield pair
 
 
-def poke(model: Any) -> None:
-    """Give the last norm other weights, in place: every address is as it was."""
+def poke(model: Any, *, in_place: bool) -> None:
+    """Give the last norm other weights."""
     import torch
 
     weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("model.norm.weight"))
-    with torch.no_grad():
-        weight.mul_(torch.linspace(-2, 2, weight.numel(), dtype=weight.dtype, device=weight.device))
+    other = weight.detach() * torch.linspace(-2, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
+    if in_place:
+        weight.data.copy_(other)
+    else:
+        weight.data = other
 
 
 def break_(module: Any) -> None:
@@ -79,8 +82,9 @@ def break_(module: Any) -> None:
         if due(self, "verify"):
             return VerdictNotOk(SAID)
         found = stock_prove(self)
-        if due(self, "poke"):
-            poke(self.model)
+        for step in ("poke", "rebind"):
+            if due(self, step):
+                poke(self.model, in_place=step == "poke")
         return found
 
     applier._load, applier._prove = load, prove

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 from weightsync.mismatch import BEHIND, Mismatch, Observation, Tally, standing_out
 
@@ -21,7 +21,7 @@ class Observed:
     """The last calls of `observe`."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[int, str], deque[Sequence[Tally]]] = {}
+        self._calls: dict[tuple[int, str], deque[Mismatch]] = {}
 
     def take(self, tallies: Iterable[Tally], engines: Collection[int], behind: Callable[[int], int]) -> Observation:
         """Take in one call.
@@ -36,19 +36,26 @@ class Observed:
                 groups.setdefault((tally.engine, BEHIND[min(behind(tally.version), len(BEHIND) - 1)]), []).append(tally)
             else:
                 unknown.add(tally.engine)
-        for key, group in groups.items():
-            self._calls.setdefault(key, deque(maxlen=CALLS)).append(group)
-        means = tuple(_mean(*key, group) for key, group in sorted(groups.items()))
+        means = tuple(_mean(*key, [_means(*key, tally) for tally in group]) for key, group in sorted(groups.items()))
+        for mean in means:
+            self._calls.setdefault((mean.engine, mean.behind), deque(maxlen=CALLS)).append(mean)
         return Observation(means, standing_out(means), tuple(sorted(unknown)))
 
     def means(self, engines: Collection[int]) -> tuple[Mismatch, ...]:
         """Of the last calls, by engine and by updates behind; what was kept of engines that have left is dropped."""
         for engine, behind in [key for key in self._calls if key[0] not in engines]:
             del self._calls[engine, behind]
-        return tuple(_mean(*key, [tally for call in calls for tally in call]) for key, calls in sorted(self._calls.items()))
+        return tuple(_mean(*key, calls) for key, calls in sorted(self._calls.items()))
 
 
-def _mean(engine: int, behind: str, group: Sequence[Tally]) -> Mismatch:
-    tokens = sum(tally.tokens for tally in group)
-    difference, k1, k3 = (math.fsum(sums) / tokens for sums in zip(*((t.difference, t.k1, t.k3) for t in group), strict=True))
-    return Mismatch(engine, behind, tokens, difference, k1, k3, max(tally.largest for tally in group))
+def _means(engine: int, behind: str, tally: Tally) -> Mismatch:
+    n = tally.tokens
+    return Mismatch(engine, behind, n, tally.difference / n, tally.k1 / n, tally.k3 / n, tally.largest)
+
+
+def _mean(engine: int, behind: str, parts: Collection[Mismatch]) -> Mismatch:
+    """Of parts, by their tokens."""
+    tokens = sum(part.tokens for part in parts)
+    of = (tuple(part.tokens / tokens * value for value in (part.difference, part.k1, part.k3)) for part in parts)
+    difference, k1, k3 = map(math.fsum, zip(*of, strict=True))
+    return Mismatch(engine, behind, tokens, difference, k1, k3, max(part.largest for part in parts))

@@ -50,6 +50,7 @@ class Probing:
         self._roster, self._ledger, self._rejoin, self._sync, self._counted = roster, ledger, rejoin, sync, counted
         self.limits = Baselines()
         self.last: ProbeReport | None = None
+        self._serial = 0  # of the last probe that has begun
         self._tasks: set[asyncio.Task[None]] = set()
         self._next: asyncio.Task[None] | None = None  # behind a rejoin, and not begun yet
         self._named: dict[int, str] = {}  # engines that were put out of service, and the update they held then
@@ -94,8 +95,11 @@ class Probing:
     async def _probe(self, update_id: str, version: int, ordinals: Sequence[int]) -> ProbeReport:
         """What there is to say of these engines, which hold one update; never raises."""
         began = time.monotonic()
+        self._serial = serial = self._serial + 1
         try:
             found = await asyncio.gather(*(self._ask(ordinal, update_id) for ordinal in ordinals))
+            if serial != self._serial:  # some engine took its time; what it was then off by is no longer of interest
+                return ProbeReport(version, skipped={str(ordinal): "overtaken: another probe has begun" for ordinal in ordinals})
             report = self._compare(version, dict(zip(ordinals, found, strict=True)))
         except Exception as exc:
             logger.exception("the probe of update %s failed", update_id)

@@ -108,7 +108,7 @@ async def _ask(llm: Any, prompt: Sequence[int], steps: int, copy: int, forced: i
         RuntimeError: the answer is short.
     """
     from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
+    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     config = llm.vllm_config
@@ -124,7 +124,7 @@ async def _ask(llm: Any, prompt: Sequence[int], steps: int, copy: int, forced: i
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     rank = copy if config.parallel_config.data_parallel_size > 1 else None
-    request = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=_SALT)
+    request = tokens_input(list(prompt), cache_salt=_SALT)  # as vLLM's renderers give it, with nothing left to do
     output: Any = None
     async for part in llm.generate(request, params, f"weightsync-probe-{next(_serial)}", data_parallel_rank=rank):
         output = part.outputs[0]

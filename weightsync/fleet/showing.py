@@ -96,6 +96,8 @@ class Showing:
             tallies = decode(Tallies, data).tallies
         except (ValueError, OverflowError) as exc:
             raise SamplesRefused(f"the sums are not valid: {exc}", hint="Use WeightSync.observe") from None
+        if self._heart is None:
+            await self._refresh()
         told = self._observed.take(tallies, self._ledger.engines, self._ledger.behind_version)
         for engine in told.named:
             logger.warning("engine %d stands out among those that a trainer's samples are of: %s", engine, told.engines)
