@@ -209,9 +209,10 @@ class Planner:
         return {path for path, kind in kinds.items() if kind in seen or kind[1] is type(None)}
 
     def _filled(self, candidates: Collection[str], load_map: LoadMap) -> dict[str, set[int]]:
-        """Addresses of the memory that each of these layers is loaded into."""
-        live, found = live_tensors(self._model), dict[str, set[int]]()
-        for path in load_map.filled():
+        """Addresses of the memory that each of these layers is loaded into, and of what a double would make."""
+        live, modules, found = live_tensors(self._model), vllm_compat.plain_modules(self._model), dict[str, set[int]]()
+        doubles = {layer for layer in candidates if vllm_compat.requantises(modules[layer])}
+        for path in load_map.filled().keys() | {path for path in live if _layer(path) in doubles}:
             if (layer := _layer(path)) in candidates:
                 found.setdefault(layer, set()).add(live[path].untyped_storage().data_ptr())
         return found
