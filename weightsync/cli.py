@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="the report as JSON")
     check.set_defaults(run=_check)
 
-    stop = commands.add_parser("stop", help="end a fleet that a killed `serve` left behind")
+    stop = commands.add_parser("stop", help="end a fleet that an earlier `serve` left behind")
     stop.add_argument("--fleet", default="default")
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)

@@ -247,7 +247,9 @@ class Settings(BaseSettings):
     fleet: str = "default"
     """Name of the fleet; Ray's namespace is `weightsync-<fleet>`."""
     state_dir: Path = Field(default_factory=lambda: default_state_dir())
-    """Folder where `serve` keeps its token and finds the fleet that a killed `serve` left."""
+    """Folder where `serve` keeps its token and finds the fleet that an earlier `serve` left."""
+    leave_fleet: bool = False
+    """When `serve` is told to end (SIGTERM, Ctrl-C) controller and engines go on, and the next `serve` adopts them, as after a kill."""
 
     @field_validator("fleet")
     @classmethod

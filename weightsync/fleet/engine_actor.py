@@ -29,6 +29,7 @@ from weightsync import config
 from weightsync.codec import decode, encode
 from weightsync.errors import EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError, WorkersSilent
 from weightsync.fleet import placement, vllm_api
+from weightsync.fleet.adopting import Adopted
 from weightsync.fleet.calls import answers
 from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate, http_settings
@@ -53,7 +54,7 @@ _LINGER_SECONDS = 2.0
 CORE_DIED = "engine_core_died"
 
 
-class EngineActor(Handing, Holding, Resting, Probed):
+class EngineActor(Adopted, Handing, Holding, Resting, Probed):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
