@@ -297,6 +297,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.get("/v1/status").json()["committed_version"] == 3
     assert [e["engine"] for e in client.get("/v1/engines").json()] == [0, 1]
     assert client.get("/v1/updates").json() == [{"update_id": "u-1"}]
+    assert client.get("/v1/updates?limit=12").json() == [{"update_id": "u-1"}]
     assert client.get("/v1/updates/u-1").json() == {"method": "update"}
     begun = client.post("/v1/updates", json={"update_id": "u-1", "größe": [1]})
     assert (begun.status_code, begun.json()) == (201, {"method": "begin"})
@@ -314,7 +315,8 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert [call[:-1] for call in controller.calls] == [
         ("status",),
         ("status",),
-        ("updates",),
+        ("updates", 10_000),
+        ("updates", 12),
         ("update", "u-1"),
         ("begin", {"update_id": "u-1", "größe": [1]}),
         ("commit", "u-1", 12.5),
@@ -331,7 +333,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     ]
     assert all(call[-1] > 0 for call in controller.calls)
     # The controller's own deadline comes first, so that its answer gets out.
-    assert controller.calls[5][-1] > 12.5
+    assert controller.calls[6][-1] > 12.5
 
 
 def test_bodies_of_commit_and_abort_may_be_left_out(client: TestClient, controller: Controller) -> None:
@@ -384,7 +386,7 @@ def test_a_fault_of_ours_is_an_internal_error(client: TestClient, controller: Co
     assert error_of(response).to_dict() == errors.InternalError("RuntimeError: a bug").to_dict()
 
 
-@pytest.mark.parametrize("path", ["/", "/nothing", "/v1/nothing", "/v1/updates/u-1/nothing", "/v1/updates/../../x", "/metrics/x"])
+@pytest.mark.parametrize("path", ["/page.html", "/nothing", "/v1/nothing", "/v1/updates/u-1/nothing", "/v1/updates/../../x", "/metrics/x"])
 def test_an_unknown_route_is_404_in_the_same_form(client: TestClient, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 404

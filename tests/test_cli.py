@@ -54,7 +54,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 def shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shows:
     """What `weightsync status` prints of a fleet."""
 
-    def shown(status: FleetStatus, *flags: str, width: int = 200) -> str:
+    def shown(status: FleetStatus, *flags: str, width: int = 200, code: int = 0) -> str:
         class Client:
             def __enter__(self) -> Client:
                 return self
@@ -66,7 +66,7 @@ def shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
         monkeypatch.setattr(cli, "_client", lambda _: Client())
         monkeypatch.setenv("COLUMNS", str(width))
-        assert cli.main(["status", *flags]) == 0
+        assert cli.main(["status", *flags]) == code
         return capsys.readouterr().out
 
     return shown
@@ -75,11 +75,11 @@ def shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def test_a_status_says_why_an_engine_that_serves_failed_its_last_update(shows: Shows) -> None:
     failed = ApplyFailed("no room [x]", engine=0, update_id="u-1", phase="apply", hint="See its log").to_dict()
     status = fleet(replace(engine(0, version=2), failed=failed), engine(1))
-    said = shows(status)
+    said = shows(status, code=3)
     assert "engine 0, last update: apply_failed: no room [x] [update u-1, engine 0, phase apply]. See its log\n" in said
     assert "engine 1," not in said
-    assert json.loads(shows(status, "--json")) == encode(status)
-    entries: list[Any] = json.loads(shows(status, "--json"))["engines"]
+    assert json.loads(shows(status, "--json", code=3)) == encode(status)
+    entries: list[Any] = json.loads(shows(status, "--json", code=3))["engines"]
     assert [entry["failed"] for entry in entries] == [failed, None]
 
 
@@ -154,7 +154,7 @@ FIRST = ["engine", "state", "version"]
 def test_a_terminal_gets_the_columns_it_has_room_for_in_full(
     shows: Shows, engines: tuple[EngineStatus, ...], width: int, columns: list[str], left_out: str | None
 ) -> None:
-    lines = shows(fleet(*engines, committed=120), width=width).splitlines()
+    lines = shows(fleet(*engines, committed=120), width=width, code=3 if FAILED in engines else 0).splitlines()
     table = [re.split("[┃│]", line)[1:-1] for line in lines if line[0] in "┃│"]
     assert [cell.strip() for cell in table[0]] == columns
     rows = [dict(zip(columns, (cell.strip() for cell in row), strict=True)) for row in table[1:]]
@@ -179,3 +179,29 @@ def test_a_push_that_is_refused_shows_no_progress(files: tuple[str, str], capsys
         assert cli.main(push) == 0
         out, err = capsys.readouterr()
         assert "100/100 bytes" in err and out.startswith("version 1: ") and out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (fleet(HEALTHY, replace(HEALTHY, engine=1), committed=120), 0),
+        (fleet(HEALTHY, PINNED, committed=120), 0),
+        (fleet(HEALTHY, FAILED, committed=120), 3),
+        (fleet(HEALTHY, replace(HEALTHY, engine=1, version=119), committed=120), 3),
+        (fleet(PINNED, committed=120), 3),
+        (fleet(engine(0, EngineState.PENDING, None), committed=None), 3),
+        (fleet(committed=None), 3),
+    ],
+    ids=["all", "one pinned", "one quarantined", "one behind", "pinned ones alone", "before the first", "no engine"],
+)
+def test_a_script_learns_from_the_exit_code_whether_all_serve(shows: Shows, status: FleetStatus, code: int) -> None:
+    status = replace(status, ready=sum(not e.pinned and e.version == status.committed_version for e in status.engines))
+    for flags in ([], ["--json"]):
+        assert shows(status, *flags, code=code)
+
+
+def test_a_script_learns_from_the_exit_code_that_the_service_cannot_be_asked(files: tuple[str, str]) -> None:
+    assert cli.main(["status", "--url", "http://127.0.0.1:9", "--token-file", files[1]]) == 1
+    assert cli.main(["status", "--url", "http://127.0.0.1:9", "--token-file", files[1] + "-none"]) == 2
+    for wrong in ("0", "-1", "nan", "1e9"):
+        assert cli.main(["status", "--token-file", files[1], "--watch", wrong]) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 import time
 import typing
@@ -29,7 +30,7 @@ if typing.TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code: 0 done, 1 failed, 2 wrong use."""
+    """Run a command; the exit code: 0 done, 1 failed, 2 wrong use; of `status` 3 when not all engines serve."""
     parser = _parser()
     args = parser.parse_args(arguments)
     logging.basicConfig(
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads has seen enough; what Python would flush at its end has nowhere to go either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,10 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(demo)
     demo.set_defaults(run=run)
 
-    status = commands.add_parser("status", help="what each engine serves")
-    _add_client(status)
-    status.add_argument("--json", action="store_true", help="the status as JSON")
-    status.set_defaults(run=_status)
+    _add_status(commands)
 
     _add_updates(commands)
 
@@ -98,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)
     return parser
+
+
+def _add_status(commands: Any) -> None:
+    codes = "exit code: 0 all engines that no pin holds serve the fleet's version; 1 the service can't be asked; 2 wrong use; 3 not all do"
+    status = commands.add_parser("status", help="what each engine serves", epilog=codes)
+    _add_client(status)
+    status.add_argument("--json", action="store_true", help="the status as JSON")
+    about = (
+        "show it again and again, every SECONDS (default 2), until Ctrl-C; in a pipe, and with --json by the line, whenever it has changed"
+    )
+    status.add_argument("--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help=about)
+    status.set_defaults(run=_status)
 
 
 def _add_updates(commands: Any) -> None:
@@ -188,18 +201,14 @@ def _client(args: argparse.Namespace) -> WeightSync:
 
 
 def _status(args: argparse.Namespace) -> int:
-    import json
+    """Exit code 3 when the fleet answers and not all serve; with `--watch` by what was seen last."""
+    from weightsync.watching import Watching
 
-    from weightsync.codec import encode
-    from weightsync.shown import show_status
-
+    if args.watch is not None and not 0 < args.watch <= 86_400:
+        raise ConfigError(f"--watch: got {args.watch:g}, want seconds, above 0 and at most a day")
     with _client(args) as client:
-        status = client.status()
-    if args.json:
-        print(json.dumps(encode(status)))
-    else:
-        show_status(status)
-    return 0
+        watching = Watching(client.status, as_json=args.json)
+        return watching.once() if args.watch is None else watching.until_ended(args.watch)
 
 
 def _scale(args: argparse.Namespace) -> int:

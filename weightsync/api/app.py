@@ -1,4 +1,4 @@
-"""FastAPI routes. Health, metrics and the description need no token and name nothing; the rest does, whatever its path.
+"""FastAPI routes. Health, metrics, the page and the description need no token and name nothing; the rest does, whatever its path.
 
 Every answer that is not 2xx is `{"error": {code, message, hint, …}}`, the form of
 `errors.WeightSyncError`; without the token it is the code alone. Bodies are JSON
@@ -13,13 +13,14 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Request
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 import weightsync
+from weightsync.api import page
 from weightsync.api.discovery import targets
 from weightsync.api.examples import CONTRACT
 from weightsync.api.health import readiness
@@ -33,8 +34,9 @@ from weightsync.protocol import MAX_VERSION, FleetStatus
 _HEALTH_TIMEOUT_SECONDS = 2.0
 #: Where the routes lie that need the token.
 _GUARDED = "/v1"
-#: All that may be asked without it, under just these names: health, metrics, and the description of the API.
-_OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+#: All that may be asked without it, under just these names: health, metrics, the status page (which holds nothing of the fleet; a
+#: root path without its slash is sent on to it), and the description of the API.
+_OPEN = frozenset({"", "/", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
 
 
 class Controller(Protocol):
@@ -107,6 +109,7 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
     app = FastAPI(title="weightsync", version=weightsync.__version__, description="In-place weight sync for vLLM fleets")
     app.add_middleware(_Guard, token=token, limit=max_request_bytes)
     _handle_errors(app)
+    app.include_router(page.router)
     app.include_router(_health_routes(controller, min_ready))
     guarded = APIRouter(prefix=_GUARDED)
     _fleet_routes(guarded, controller, control_seconds)
@@ -203,8 +206,8 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
 
 def _update_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
     @router.get("/updates", summary="Updates, newest first")
-    async def updates() -> list[dict[str, Any]]:
-        return list(await controller.ask("updates", timeout_seconds=seconds))
+    async def updates(limit: Annotated[int, Query(ge=1, le=10_000, examples=[12])] = 10_000) -> list[dict[str, Any]]:
+        return list(await controller.ask("updates", limit, timeout_seconds=seconds))
 
     @router.get("/updates/{update_id}", summary="One update")
     async def update(update_id: str) -> dict[str, Any]:
@@ -260,7 +263,7 @@ def _handle_errors(app: FastAPI) -> None:
 def _route(scope: Any) -> str:
     """The path that routes are found by: behind a proxy, or mounted in another application, the root path is no part of it."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
 class _Guard:

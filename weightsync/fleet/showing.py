@@ -57,9 +57,9 @@ class Showing:
         return self._status()
 
     @answers
-    async def updates(self) -> list[dict[str, Any]]:
-        """`UpdateStatus` of every update that is remembered, newest first."""
-        return [encode(update.status) for update in self._ledger.list()]
+    async def updates(self, limit: int) -> list[dict[str, Any]]:
+        """`UpdateStatus` of the updates that are remembered, newest first; so many at most."""
+        return [encode(update.status) for update in self._ledger.list()[:limit]]
 
     @answers
     async def update(self, update_id: str) -> dict[str, Any]:
