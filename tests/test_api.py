@@ -42,6 +42,7 @@ GUARDED = [
     ("POST", "/v1/updates"),
     ("POST", "/v1/updates/u-1/commit"),
     ("POST", "/v1/updates/u-1/abort"),
+    ("POST", "/v1/check"),
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
     ("POST", "/v1/pause"),
@@ -308,6 +309,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.post("/v1/pause", json={"engines": [1], "timeout_seconds": 9}).json() == {"method": "pause"}
     assert client.post("/v1/resume", json={}).json() == {"method": "resume"}
     assert client.get("/v1/engines/1/contract").json() == {"method": "contract"}
+    assert client.post("/v1/check", json={"engines": [1], "timeout_seconds": 9}).json() == {"method": "check"}
     assert client.post("/v1/scale", json={"engines": 3}).json() == {"method": "scale"}
     assert client.post("/v1/pin", json={"name": "eval", "version": 3}).json() == {"method": "pin"}
     assert client.post("/v1/pin", json={"name": "eval-2.x_Y", "version": 3, "engines": 2}).json() == {"method": "pin"}
@@ -326,6 +328,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("pause", [1], 9.0),
         ("resume", [], 300.0),
         ("contract", 1),
+        ("check", [1], 9.0),
         ("scale", 3, "wait", 60.0),
         ("pin", "eval", 3, 1),
         ("pin", "eval-2.x_Y", 3, 2),
@@ -398,6 +401,7 @@ def test_a_wrong_method_is_405_in_the_same_form(client: TestClient, method: str,
     response = client.request(method, path)
     assert response.status_code == 405
     assert error_of(response).code == "refused"
+    assert response.headers["allow"] == ("POST" if path.endswith("commit") else "GET")
 
 
 # --- bodies ------------------------------------------------------------------------------------
@@ -443,6 +447,9 @@ def test_deeply_nested_json_is_refused(client: TestClient, controller: Controlle
         ("/v1/wake", {"engines": "all"}),
         ("/v1/pause", {"level": 1}),
         ("/v1/pause", {"engines": [0.5]}),
+        ("/v1/pause", {"engines": [False]}),
+        ("/v1/check", {"engines": ["0"]}),
+        ("/v1/pin", {"version": True}),
         ("/v1/resume", {"timeout_seconds": 0}),
         ("/v1/pin", {"version": -1, "name": ""}),
         ("/v1/pin", {"version": 2**53, "name": "a b"}),

@@ -22,9 +22,19 @@ from tests.test_api import engine, fleet
 from weightsync import WeightSync, cli
 from weightsync.client import Lazy
 from weightsync.codec import encode
-from weightsync.errors import Aborted, ApplyFailed, VersionRefused
+from weightsync.errors import Aborted, ApplyFailed, Refused, VersionRefused
 from weightsync.place import Retained
-from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, FleetStatus, UpdateState, UpdateStatus
+from weightsync.protocol import (
+    EngineCheck,
+    EngineState,
+    EngineStatus,
+    EngineVerdict,
+    FleetCheck,
+    FleetStatus,
+    UpdateState,
+    UpdateStatus,
+    WorkerCheck,
+)
 
 Shows = Callable[..., str]
 
@@ -179,6 +189,41 @@ def test_a_push_that_is_refused_shows_no_progress(files: tuple[str, str], capsys
         assert cli.main(push) == 0
         out, err = capsys.readouterr()
         assert "100/100 bytes" in err and out.startswith("version 1: ") and out.count("\n") == 1
+
+
+class Checked(Service):
+    """Engine 0 is as it should be; in engine 1 a tensor is not; engine 2 can't be checked."""
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        if path != "/v1/check":
+            return super().answer(method, path, body)
+        fine = WorkerCheck(0, "u", True, equal=7, slots=9, nbytes=5_000_000_000, seconds=0.5)
+        engines = [
+            EngineCheck(0, 3, True, (fine,)),
+            EngineCheck(1, 3, False, (replace(fine, equal=6, differs=("model.norm.weight",), faults=("model.x: moved",), left_out=4),)),
+            EngineCheck(2, None, False, error=Refused("this worker holds no update", hint="Check again").to_dict()),
+        ]
+        chosen = tuple(e for e in engines if e.engine in body["engines"] or not body["engines"])
+        return encode(FleetCheck(3, all(e.ok for e in chosen), chosen))
+
+
+def test_a_check_of_the_fleet_names_what_is_wrong_and_fails(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with Checked() as service:
+        check = ["check", "--url", service.url, "--token-file", files[1]]
+        assert cli.main([*check, "--engine", "0"]) == 0
+        assert "all is as it was sent" in capsys.readouterr().out
+        assert cli.main(check) == 1
+        said = capsys.readouterr().out
+        for line in (
+            "engine 1, worker 0: model.norm.weight is not what it was",
+            "engine 1, worker 0: model.x: moved",
+            "engine 1, worker 0: 4 more",
+            "engine 2: refused: this worker holds no update. Check again",
+        ):
+            assert f"\n{line}\n" in said
+        assert cli.main([*check, "--json"]) == 1
+        assert [e["ok"] for e in json.loads(capsys.readouterr().out)["engines"]] == [True, False, False]
+        assert cli.main([*check, "--strict"]) == 2
 
 
 @pytest.mark.parametrize(

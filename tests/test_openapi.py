@@ -24,7 +24,7 @@ from weightsync.codec import decode
 from weightsync.errors import Refused, WeightSyncError
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import Admission, EngineStatus, EngineVerdict, FleetStatus, UpdateRequest, UpdateStatus
+from weightsync.protocol import Admission, EngineStatus, EngineVerdict, FleetCheck, FleetStatus, UpdateRequest, UpdateStatus
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 checks = pytest.importorskip("schemathesis.checks")
@@ -55,8 +55,8 @@ class Asked:
         self.methods.add(method)
         if method in ("pin", "unpin", "scale"):
             return examples.STATUS
-        if method == "contract":
-            return examples.CONTRACT
+        if method in ("contract", "check"):
+            return {"contract": examples.CONTRACT, "check": examples.CHECK}[method]
         if self._controller is None:
             self._controller = Controller(config.dump(config.load({"engine.model": self._folder})))
             self._controller._roster = Engines(self._controller)  # type: ignore[assignment]
@@ -119,6 +119,7 @@ def test_the_controller_was_really_asked(service: tuple[str, Asked]) -> None:
         (UpdateStatus, examples.UPDATE),
         (UpdateRequest, examples.REQUEST),
         (Admission, examples.ADMISSION),
+        (FleetCheck, examples.CHECK),
     ],
 )
 def test_an_example_is_one(message: type[Any], example: dict[str, Any]) -> None:

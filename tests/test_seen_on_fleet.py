@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleets import PROMPTS, Fleet, answers, engine_pid, wait_until
+from tests.fleets import PROMPTS, Fleet, answers, engine_pid, order_fault, wait_until
 from tests.test_metrics import require_promtool_content, samples
 from weightsync import WeightSync
 from weightsync.codec import decode
@@ -74,6 +74,35 @@ def test_a_contract_is_told_worker_by_worker(fleet: Fleet, sync: WeightSync) -> 
     refused = fleet.get("/v1/engines/7/contract")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "refused")
     assert fleet.get("/v1/engines/0/contract", token="wrong").status_code == 401
+
+
+def test_a_check_reads_live_weights_while_they_serve_and_names_the_one_that_is_not_what_it_was(
+    fleet: Fleet, sync: WeightSync, tensors: Any, fault: Path, tmp_path: Path
+) -> None:
+    sync.sync_weights(tensors(KIND, 2))
+    first = sync.check()
+    assert first.ok and first.committed_version == sync.status().committed_version
+    for engine in first.engines:
+        (worker,) = engine.workers
+        assert worker.equal > 3 and worker.slots > 10 and worker.nbytes > 0
+        found = worker.equal + worker.first_seen + worker.unreadable
+        assert found > 0 and worker.unchanged == 0
+    again = sync.check([1]).engines[0].workers[0]
+    assert (again.first_seen, again.unchanged) == (0, first.engines[1].workers[0].first_seen)
+    order_fault(fault, 1, "check", at=-2)  # the last norm
+    try:
+        token = tmp_path / "token"
+        token.write_text(fleet.token)
+        line = [sys.executable, "-m", "weightsync.cli", "check", "--engine", "0", "--url", fleet.url, "--token-file", str(token)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "engine 0, worker 0: model.norm.weight is not what it was" in done.stdout, done
+        answered = fleet.post("/v1/check", {}).json()
+        assert [(e["ok"], e["workers"][0]["differs"]) for e in answered["engines"]] == [(False, ["model.norm.weight"]), (True, [])]
+    finally:
+        sync.sync_weights(tensors(KIND, 1))
+    assert sync.check().ok, "an update has brought it back"
+    with pytest.raises(Refused, match="no engine 9"):
+        sync.check([9])
 
 
 def test_a_paused_engine_generates_nothing_takes_updates_and_goes_on_with_the_newest(

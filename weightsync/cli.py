@@ -83,8 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_pins(commands)
     _add_halts(commands)
 
-    check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
-    check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    about = "have the fleet's engines read their live weights again; with --model start one and find out whether it follows its weights"
+    check = commands.add_parser("check", help=about, description=about)
+    check.add_argument(
+        "--engine", type=int, action="append", default=[], help="ordinal, without --model: check this one; all when not given"
+    )
+    check.add_argument("--model", type=Path, help="folder of the checkpoint")
     second = check.add_mutually_exclusive_group()
     second.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
     second.add_argument("--identity", action="store_true", help="only send the engine its own weights: they must change nothing")
@@ -92,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vLLM, as a JSON object")
     check.add_argument("--timeout", type=float, default=1800.0, help="deadline of each engine, seconds (default 1800)")
     check.add_argument("--json", action="store_true", help="the report as JSON")
+    _add_client(check)
     check.set_defaults(run=_check)
 
     stop = commands.add_parser("stop", help="end a fleet that a killed `serve` left behind")
@@ -306,7 +311,27 @@ def _halt(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_fleet(args: argparse.Namespace) -> int:
+    """Exit code 1 when something stands against an engine, or one could not be checked."""
+    import json
+
+    from weightsync.codec import encode
+    from weightsync.shown import show_check
+
+    if args.other or args.identity or args.strict or args.engine_args != "{}":
+        raise ConfigError("--other, --identity, --strict and --engine-args go with --model")
+    with _client(args) as client:
+        found = client.check(args.engine, args.timeout)
+    if args.json:
+        print(json.dumps(encode(found)))
+    else:
+        show_check(found)
+    return int(not found.ok)
+
+
 def _check(args: argparse.Namespace) -> int:
+    if args.model is None:
+        return _check_fleet(args)
     import json
 
     from rich.console import Console

@@ -12,6 +12,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.checked import EngineCheck as EngineCheck
+from weightsync.checked import FleetCheck as FleetCheck
+from weightsync.checked import WorkerCheck as WorkerCheck
 from weightsync.manifest import DTYPE_BYTES as DTYPE_BYTES
 from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from weightsync.manifest import MAX_TENSORS as MAX_TENSORS

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.errors import WeightSyncError
-from weightsync.protocol import EngineStatus, FleetStatus
+from weightsync.protocol import EngineStatus, FleetCheck, FleetStatus
 
 #: Columns as they are shown.
 _COLUMNS = ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason")
@@ -89,6 +89,31 @@ def _below(status: FleetStatus, left_out: list[str]) -> Iterator[str]:
         if engine.failed:
             error = WeightSyncError.from_dict(engine.failed)
             yield f"engine {engine.engine}, last update: {error.code}: {error}"
+
+
+def show_check(found: FleetCheck, console: Console | None = None) -> None:
+    """Print what a check of live engines found: a line for each worker, and what stands against it below."""
+    console = console or terminal()
+    table = Table(title=f"fleet at version {found.committed_version}: {'all is as it was sent' if found.ok else 'NOT as it should be'}")
+    for column in ("engine", "worker", "version", "as sent", "unchanged", "first seen", "unreadable", "slots", "read", "seconds", ""):
+        table.add_column(column, overflow="fold")
+    below = []
+    for engine in found.engines:
+        version = "-" if engine.version is None else str(engine.version)
+        if engine.error:
+            table.add_row(str(engine.engine), "-", version, *[""] * 7, "not checked")
+            below.append(f"engine {engine.engine}: {engine.error['code']}: {WeightSyncError.from_dict(engine.error)}")
+        for w in engine.workers:
+            counts = w.equal, w.unchanged, w.first_seen, w.unreadable, w.slots
+            read = f"{w.nbytes / 1e9:.2f} GB", f"{w.seconds:.2f}"
+            table.add_row(str(engine.engine), str(w.rank), version, *map(str, counts), *read, "ok" if w.ok else "NOT ok")
+            about = f"engine {engine.engine}, worker {w.rank}"
+            below += [f"{about}: {name} is not what it was" for name in w.differs] + [f"{about}: {fault}" for fault in w.faults]
+            below += [f"{about}: {w.left_out} more"] if w.left_out else []
+            below += [f"{about}: {w.error['code']}: {WeightSyncError.from_dict(w.error)}"] if w.error else []
+    console.print(table)
+    for line in below:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Sending:

@@ -28,7 +28,7 @@ from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
 from weightsync.fleet.gate import bound, has_token
 from weightsync.fleet.inside import refuse
-from weightsync.protocol import MAX_VERSION, Admission, EngineStatus, FleetStatus, UpdateStatus
+from weightsync.protocol import MAX_VERSION, Admission, EngineStatus, FleetCheck, FleetStatus, UpdateStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
@@ -170,6 +170,16 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     )
     async def contract(ordinal: Annotated[int, Path(ge=0, le=MAX_VERSION, examples=[0])]) -> dict[str, Any]:
         return dict(await controller.ask("contract", ordinal, timeout_seconds=2 * seconds))
+
+    @router.post(
+        "/check",
+        summary="Have engines digest their live weights anew, while they serve, and compare them with what was sent",
+        response_model=None,
+        responses=description.answer(FleetCheck, examples.CHECK),
+    )
+    async def check(body: EnginesBody) -> dict[str, Any]:
+        most = body.timeout_seconds + 2 * seconds
+        return dict(await controller.ask("check", body.engines, body.timeout_seconds, timeout_seconds=most))
 
     @router.get(
         "/targets",

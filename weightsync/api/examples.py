@@ -148,3 +148,35 @@ ADMISSION: dict[str, Any] = {
     "engines": [0],
     "staged": True,
 }
+
+#: `POST /v1/check`.
+CHECK: dict[str, Any] = {
+    "committed_version": 120,
+    "ok": True,
+    "engines": [
+        {
+            "engine": 0,
+            "version": 120,
+            "ok": True,
+            "workers": [
+                {
+                    "rank": 0,
+                    "update_id": "3f2b8c1e9d6a4f0b8c7d5e6f7a8b9c0d",
+                    "done": True,
+                    "equal": 399,
+                    "unchanged": 0,
+                    "first_seen": 0,
+                    "unreadable": 0,
+                    "differs": [],
+                    "faults": [],
+                    "left_out": 0,
+                    "slots": 412,
+                    "nbytes": 16381470720,
+                    "seconds": 0.05,
+                    "error": None,
+                }
+            ],
+            "error": None,
+        }
+    ],
+}

@@ -41,6 +41,7 @@ from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
+from weightsync.fleet.telling import Telling
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 from weightsync.transport import network
@@ -52,7 +53,7 @@ _LINGER_SECONDS = 2.0
 CORE_DIED = "engine_core_died"
 
 
-class EngineActor(Handing, Holding, Resting):
+class EngineActor(Handing, Holding, Resting, Telling):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -217,17 +218,6 @@ class EngineActor(Handing, Holding, Resting):
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-
-    @answers
-    async def poll(self) -> list[dict[str, Any]]:
-        """Every worker's report, by rank."""
-        return await self._workers_say("weightsync_poll")
-
-    @answers
-    async def contract(self) -> list[dict[str, Any]]:
-        """Every worker's storage contract, by rank; not while an update is being applied, which keeps the workers."""
-        self._require_idle()
-        return await self._workers_say("weightsync_contract")
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:

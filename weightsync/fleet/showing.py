@@ -14,7 +14,7 @@ from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.roster import Roster
 from weightsync.metrics import Recorder
-from weightsync.protocol import FleetStatus
+from weightsync.protocol import FleetCheck, FleetStatus
 
 
 class Showing:
@@ -70,6 +70,12 @@ class Showing:
     async def contract(self, ordinal: int) -> dict[str, Any]:
         """What an engine's workers have sealed, and what became of it: `ContractAnswer` by rank."""
         return {"engine": ordinal, "workers": await self._roster.contract(ordinal)}
+
+    @answers
+    async def check(self, engines: list[int], timeout_seconds: float) -> dict[str, Any]:
+        """Have engines read their live storage again, while they serve (`Orders.check`). `FleetCheck`."""
+        found = await self._roster.check(engines, timeout_seconds)
+        return dict(encode(FleetCheck(self._ledger.committed_version, all(engine.ok for engine in found), found)))
 
     @answers
     async def metrics(self) -> str:

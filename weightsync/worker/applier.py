@@ -35,11 +35,12 @@ from weightsync.errors import (
     ApplyFailed,
     InternalError,
     ManifestRefused,
+    Refused,
     UnsupportedEngine,
     UpdateConflict,
     WeightSyncError,
 )
-from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
+from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerCheck, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport import digest
 from weightsync.transport.local import place_of
@@ -49,6 +50,7 @@ from weightsync.worker.following import Following
 from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.receiver import Receiver
+from weightsync.worker.rereading import Rereading
 from weightsync.worker.sleep import Sleep
 from weightsync.worker.staging import Regions, Staged, Whole
 from weightsync.worker.stored import Stored, checkpoint_tensors
@@ -85,6 +87,7 @@ class Applier(Following):
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
+        self._rereading = Rereading(model, self._guard, rank)
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
@@ -134,6 +137,17 @@ class Applier(Following):
     def contract(self) -> ContractReport:
         """What was sealed, and what became of it since."""
         return self._guard.report()
+
+    def check(self, anew: bool) -> WorkerCheck:
+        """Read some of the live storage again, and compare it with what this worker was proved to hold (`rereading`).
+
+        Raises:
+            Refused: it holds no update that counts, is asleep, or another one has come meanwhile.
+        """
+        self._sleep.require_awake()
+        if self._wrote or not self._held.proved or self._held.proved != self._held.counts:
+            raise Refused("this worker holds no update that live storage could be compared with", hint="Check again behind the next update")
+        return self._rereading.step(self._held.counts, anew)
 
     def begin(self, order: BeginOrder) -> WorkerReport:
         """Admit an update and start receiving it. Beginning the same update again only reports."""
@@ -272,6 +286,7 @@ class Applier(Following):
             incoming = self._incoming(receiver) if order.retain or folder_of(order, self.rank) else None
             kept = replace(incoming, digests=dict(receiver.digests)) if isinstance(incoming, Staged) else None
             self._held.settle(order, self.rank, kept)
+            self._rereading.note(self._map, order.request.manifest, receiver.digests)
             receiver.discard()
         return self.report()
 
