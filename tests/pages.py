@@ -19,7 +19,7 @@ from starlette.routing import Mount
 from tests.service import until
 from tests.test_api import Controller
 from weightsync.api import app as api
-from weightsync.api.examples import CONTRACT
+from weightsync.api.examples import CHECK, CONTRACT
 from weightsync.codec import encode
 from weightsync.errors import ApplyFailed, DeadlineExceeded, WeightSyncError
 from weightsync.metrics import Recorder
@@ -149,6 +149,7 @@ class Answering(Controller):
             "updates": encode(fleet.updates),
             "metrics": fleet.metrics(),
             "contract": CONTRACT,
+            "check": CHECK,
         }
 
     def fail(self, error: WeightSyncError) -> None:

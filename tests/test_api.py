@@ -320,7 +320,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("updates", 10_000),
         ("updates", 12),
         ("update", "u-1"),
-        ("begin", {"update_id": "u-1", "größe": [1]}),
+        ("begin", {"update_id": "u-1", "größe": [1]}, ""),
         ("commit", "u-1", 12.5),
         ("abort", "u-1", "skipped"),
         ("rest", [1], 2, 9.0),

@@ -237,7 +237,8 @@ def test_it_says_when_the_service_is_lost_and_goes_on_when_it_is_back(opened: Op
 
 
 def test_it_can_be_used_by_keyboard_alone(opened: Opened, tmp_path: Path) -> None:
-    with served(Answering(fleet_of(3))) as url:
+    controller = Answering(fleet_of(3))
+    with served(controller) as url:
         tab = opened(url)
         tab.get_by_role("button", name="engine 2").wait_for()
 
@@ -257,6 +258,11 @@ def test_it_can_be_used_by_keyboard_alone(opened: Opened, tmp_path: Path) -> Non
         assert "model.model.norm.weight" in tab.locator("#contract").text_content()
         require_well_set(tab)
         picture(tab, tmp_path, "contract")
+        tab.keyboard.press("Tab")
+        assert tab.evaluate("document.activeElement.textContent") == "Digest its weights now"
+        tab.keyboard.press("Enter")
+        tab.get_by_text("399 tensors are as they were sent").wait_for()
+        assert ("check", [1], 60.0) in [call[:3] for call in controller.calls]
         tab.wait_for_timeout(2500)  # a look at the fleet meanwhile must not take the focus away
         tab.keyboard.press("Escape")
         assert not tab.locator("#dialog").is_visible()

@@ -235,6 +235,8 @@ class Settings(BaseSettings):
     api: ApiSettings = ApiSettings()
     sync: SyncSettings = SyncSettings()
     ray: RaySettings = RaySettings()
+    log: Literal["plain", "json"] = "plain"
+    """What controller and engines write: text, or JSON by the line, then with a line for each phase of an update."""
     fleet: str = "default"
     """Name of the fleet; Ray's namespace is `weightsync-<fleet>`."""
     state_dir: Path = Field(default_factory=lambda: default_state_dir())

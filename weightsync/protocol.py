@@ -197,6 +197,7 @@ class BeginOrder:
         hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
+        traceparent: of the trainer's span (`tracing`); empty if there is none.
     """
 
     request: UpdateRequest
@@ -213,6 +214,7 @@ class BeginOrder:
     keep_in: str = ""
     restores: str = ""
     rewinds: int = 0
+    traceparent: str = ""
 
     @property
     def brings(self) -> str:

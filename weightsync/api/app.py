@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 import weightsync
+from weightsync import tracing
 from weightsync.api import description, examples, page
 from weightsync.api.discovery import targets
 from weightsync.api.health import Readiness, readiness
@@ -113,6 +114,7 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
     app.include_router(_health_routes(controller, min_ready))
     guarded = APIRouter(prefix=_GUARDED, dependencies=[Security(description.BEARER)], responses=description.ERRORS)
     _fleet_routes(guarded, controller, control_seconds)
+    _order_routes(guarded, controller, control_seconds)
     _update_routes(guarded, controller, control_seconds)
     app.include_router(guarded)
     return app
@@ -146,10 +148,12 @@ def _health_routes(controller: Controller, min_ready: int) -> APIRouter:
     return router
 
 
-def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
-    shown: dict[str, Any] = {"response_model": None, "responses": description.answer(FleetStatus, examples.STATUS)}
+#: Of routes that answer with the fleet's status.
+_STATUS: dict[str, Any] = {"response_model": None, "responses": description.answer(FleetStatus, examples.STATUS)}
 
-    @router.get("/status", summary="The fleet in one look", **shown)
+
+def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.get("/status", summary="The fleet in one look", **_STATUS)
     async def status() -> dict[str, Any]:
         return dict(await controller.ask("status", timeout_seconds=seconds))
 
@@ -190,37 +194,39 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
     async def discovery() -> list[dict[str, Any]]:
         return targets(decode(FleetStatus, await controller.ask("status", timeout_seconds=seconds)))
 
-    @router.post("/sleep", summary="Have engines give their GPU's memory back; answers with the fleet's status", **shown)
+
+def _order_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.post("/sleep", summary="Have engines give their GPU's memory back; answers with the fleet's status", **_STATUS)
     async def sleep(body: SleepBody) -> dict[str, Any]:
         return await rest(body, body.level)
 
-    @router.post("/wake", summary="Have engines take it again; answers with the fleet's status", **shown)
+    @router.post("/wake", summary="Have engines take it again; answers with the fleet's status", **_STATUS)
     async def wake(body: EnginesBody) -> dict[str, Any]:
         return await rest(body, 0)
 
     @router.post(
-        "/pause", summary="Have engines generate nothing until they are resumed; updates go on; answers with the fleet's status", **shown
+        "/pause", summary="Have engines generate nothing until they are resumed; updates go on; answers with the fleet's status", **_STATUS
     )
     async def pause(body: EnginesBody) -> dict[str, Any]:
         return await halt("pause", body)
 
-    @router.post("/resume", summary="Have paused engines go on; answers with the fleet's status", **shown)
+    @router.post("/resume", summary="Have paused engines go on; answers with the fleet's status", **_STATUS)
     async def resume(body: EnginesBody) -> dict[str, Any]:
         return await halt("resume", body)
 
     @router.post(
-        "/scale", summary="Add engines, or take some away; answers with the fleet's status while those that come are starting", **shown
+        "/scale", summary="Add engines, or take some away; answers with the fleet's status while those that come are starting", **_STATUS
     )
     async def scale(body: ScaleBody) -> dict[str, Any]:
         # Behind an update under way, the draining, and the end of processes.
         most = body.timeout_seconds + 4 * seconds
         return dict(await controller.ask("scale", body.engines, body.drain, body.timeout_seconds, timeout_seconds=most))
 
-    @router.post("/pin", summary="Hold engines at a version that they serve, and leave them out of updates; the fleet's status", **shown)
+    @router.post("/pin", summary="Hold engines at a version that they serve, and leave them out of updates; the fleet's status", **_STATUS)
     async def pin(body: PinBody) -> dict[str, Any]:
         return dict(await controller.ask("pin", body.name, body.version, body.engines, timeout_seconds=4 * seconds))
 
-    @router.post("/unpin", summary="Let the engines of a pin take updates again; answers with the fleet's status", **shown)
+    @router.post("/unpin", summary="Let the engines of a pin take updates again; answers with the fleet's status", **_STATUS)
     async def unpin(body: UnpinBody) -> dict[str, Any]:
         return dict(await controller.ask("unpin", body.name, timeout_seconds=4 * seconds))
 
@@ -254,7 +260,8 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
             body = json.loads(await request.body())
         except (ValueError, RecursionError) as exc:
             raise Refused(f"the body is not JSON: {exc}", hint="Send an UpdateRequest") from None
-        return dict(await controller.ask("begin", body, timeout_seconds=4 * seconds))
+        trace = tracing.valid(request.headers.get("traceparent", ""))
+        return dict(await controller.ask("begin", body, trace, timeout_seconds=4 * seconds))
 
     @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts", **shown)
     async def commit(update_id: str, body: Annotated[CommitBody, Depends(_commit_body)]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import ray
 import uvicorn
 
-from weightsync import config
+from weightsync import config, logs, tracing
 from weightsync.codec import decode, encode
 from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError
 from weightsync.fleet import placement, vllm_api
@@ -64,6 +64,9 @@ class EngineActor(Handing, Holding, Resting, Telling):
     def __init__(self, ordinal: int, settings: dict[str, Any]) -> None:
         self._ordinal = ordinal
         self._settings = config.restore(settings)
+        logs.install(self._settings.log)
+        tracing.install("weightsync-engine")
+        self._trace = ""  # of the update that it was told last
         self._incarnation = f"{ordinal}-{time.time_ns():x}"
         self._engine: vllm_api.Engine | None = None
         self._server: uvicorn.Server | None = None
@@ -211,6 +214,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
         if order["base_update"] and (self._state, self._update_id) != (EngineState.SERVING, order["base_update"]):
             raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
         self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"])}
+        self._trace = order.get("traceparent", "")
         return await self._workers_say("weightsync_begin", self._place(order))
 
     def _require_idle(self) -> None:
@@ -271,6 +275,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
             verdict = await self._commit(update_id, version)
             if verdict.committed:
                 self._rewinds, self._committed = rewinds, time.time()
+            self._tell_of(update_id, version, verdict)
             return verdict
         finally:
             self._settled.set()

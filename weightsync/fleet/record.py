@@ -39,6 +39,7 @@ class Update:
     rewinds: int = 0  # of the fleet, once this one has committed
     base_version: int | None = None  # what it builds on, with a scope
     base_update: str = ""
+    trace: str = ""  # `traceparent` of its trainer's span
     left_out: tuple[EngineVerdict, ...] = ()  # engines that could not take part, or hold another base
 
     def __post_init__(self) -> None:

@@ -196,6 +196,7 @@ class Roster(Orders):
             rewinds=update.rewinds,
             base_version=update.base_version,
             base_update=update.base_update,
+            traceparent=update.trace,
         )
         try:
             plain = await asyncio.to_thread(encode, order)  # seconds, where there are very many tensors
