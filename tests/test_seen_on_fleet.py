@@ -5,6 +5,7 @@ Not covered: pauses under other policies than the default (`test_pausing.py`).
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from tests.fleets import PROMPTS, Fleet, answers, engine_pid, order_fault, wait_until
 from tests.test_metrics import require_promtool_content, samples
 from weightsync import WeightSync
+from weightsync.client import Lazy
 from weightsync.codec import decode
 from weightsync.errors import NoEngineReady, Refused, WeightSyncError
 from weightsync.protocol import ContractAnswer, EngineState
@@ -60,6 +62,39 @@ def test_metrics_tell_each_engines_own(fleet: Fleet, sync: WeightSync, tensors: 
         kept = found[f"weightsync_rollback_bytes{{{mine}}}"] + found[f"weightsync_retained_bytes{{{mine}}}"]
         assert nbytes <= kept < 2 * nbytes and found[f"weightsync_staging_bytes{{{mine}}}"] == 0
     assert sync.status().engines[0].slots["weight"] == found['weightsync_contract_slots{class="weight",engine="0"}']
+
+
+def test_health_answers_within_a_second_all_through_a_long_update(fleet: Fleet, sync: WeightSync, tensors: Any) -> None:
+    took: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=fleet.url, timeout=10) as client:
+            while not ended.wait(0.1):
+                began = time.monotonic()
+                assert client.get("/livez").json() == {"status": "alive"}
+                took.append(time.monotonic() - began)
+
+    def slowly(tensor: Any) -> Any:
+        time.sleep(0.05)
+        return tensor
+
+    weights = tensors(KIND, 1)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        lazy = {n: Lazy(t.dtype, t.shape, functools.partial(slowly, t), t.device) for n, t in weights.items()}
+        report = sync.sync_weights(lazy)
+    finally:
+        ended.set()
+        asking.join(20)
+    assert report.seconds["total"] > 1 and len(took) > 0.5 * report.seconds["total"] / 0.1, "it was asked all the while"
+    assert max(took) < 1.0
+
+
+def test_the_page_is_there_without_the_token(fleet: Fleet, sync: WeightSync) -> None:
+    page = httpx.get(fleet.url)
+    assert page.status_code == 200 and page.headers["content-security-policy"] and fleet.token not in page.text
 
 
 def test_promtool_has_nothing_against_what_a_fleet_says(fleet: Fleet, sync: WeightSync) -> None:
