@@ -189,7 +189,7 @@ def test_it_says_what_has_failed_in_which_engine(opened: Opened) -> None:
         assert "aborted" in updates.nth(1).inner_text() and "engine 5 had 17 of 399 tensors" in updates.nth(1).inner_text()
         assert "engine 3: apply_failed: no room" in updates.nth(2).inner_text()
         bar = updates.nth(3).get_by_role("img").get_attribute("aria-label")
-        assert re.search(r"receive 1\.\d+ s, waiting for its commit \d+ ms, pause .*, apply .*, verify .*, resume ", bar), bar
+        assert re.search(r"receive 1\.\d+ s, waiting for its commit 0\.\d+ s, pause .*, apply .*, verify .*, resume ", bar), bar
         measures = tab.locator("#measures").inner_text()
         assert "logprob mismatch mean" in measures and "0.0024" in measures, "what this page has never heard of"
         assert "2 faults" in tab.locator("#drift").get_attribute("aria-label")
