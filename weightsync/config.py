@@ -183,6 +183,8 @@ class SyncSettings(_Section):
     rollback: Literal["off", "host"] = "off"
     """After an update that failed twice behind its first write: quarantine the engine until the next one, or bring the last committed
     update back, of which each worker then keeps a copy in host memory."""
+    plan: Literal["auto", "off"] = "auto"
+    """Whether layers that keep what is loaded are written as plain copies from the second update on, or all of them by vLLM's reload."""
     verify_stored: bool = False
     """After each update also compare the bytes of parameters that the engine keeps as they are loaded with what was sent."""
     retain_engines: int = Field(default=1, ge=0)

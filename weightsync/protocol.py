@@ -198,6 +198,7 @@ class BeginOrder:
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
         traceparent: of the trainer's span (`tracing`); empty if there is none.
+        plan: whether layers that keep what is loaded may be written as copies, once an update like this one has shown which.
     """
 
     request: UpdateRequest
@@ -215,6 +216,7 @@ class BeginOrder:
     restores: str = ""
     rewinds: int = 0
     traceparent: str = ""
+    plan: bool = True
 
     @property
     def brings(self) -> str:

@@ -194,6 +194,7 @@ class Roster(Orders):
             hand_on=hand_on,
             restores=restores,
             rewinds=update.rewinds,
+            plan=sync.plan == "auto",
             base_version=update.base_version,
             base_update=update.base_update,
             traceparent=update.trace,

@@ -94,12 +94,14 @@ class Rereading:
         """Read some more; what was found so far.
 
         Args:
-            update_id: the update that live storage was proved to hold.
+            update_id: the update that live storage was proved to hold, and that counts; empty where there is none.
             anew: begin from the start.
 
         Raises:
-            Refused: another update has come since the check began.
+            Refused: there is none, or another one has come since the check began.
         """
+        if not update_id:
+            raise Refused("this worker holds no update that live storage could be compared with", hint="Check again behind the next update")
         began, self._live = time.monotonic(), registered(self._model)
         try:
             return self._step(update_id, anew, began)
