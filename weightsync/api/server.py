@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from weightsync import config
+from weightsync import config, logs
 from weightsync.api import app as api
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import placement
@@ -43,6 +43,7 @@ async def serve(settings: config.Settings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    logs.install(settings.log)
     sock = _listen(settings)
     cluster = Cluster(settings)
     print(f"weightsync starting; controller and engines log to {cluster.logs}", flush=True)
