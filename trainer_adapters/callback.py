@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_adapters.fleet import connect, weights
+from trainer_adapters.fleet import bring, connect
 from weightsync import SyncReport, WeightSync, WeightSyncError
 
 
@@ -54,7 +54,7 @@ def follow(
     if first:
         with connect(url, token, **options) as tried:
             if model is not None:
-                tried.sync_weights(weights(model, dtype))
+                bring(tried, model, dtype)
 
     class Follow(TrainerCallback):
         def __init__(self) -> None:
@@ -80,6 +80,6 @@ def follow(
         def _bring(self, state: Any, model: Any) -> None:
             if self._sync is not None:
                 version = state.global_step if versions == "step" else None
-                self.report = self._sync.sync_weights(weights(model, dtype), version)
+                self.report = bring(self._sync, model, dtype, version)
 
     return Follow()

@@ -65,6 +65,20 @@ def weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[st
     return made | {name: value for name, value in model.named_buffers() if name in persistent and name not in left_out}
 
 
+def bring(sync: WeightSync, model: torch.nn.Module, dtype: torch.dtype | None = None, version: int | None = None) -> SyncReport:
+    """Sync a model's weights as `weights` gives them.
+
+    Raises:
+        WeightSyncError: see `WeightSync.sync_weights`; of a wrong dtype with what to pass to the adapter.
+    """
+    try:
+        return sync.sync_weights(weights(model, dtype), version)
+    except WeightSyncError as exc:
+        if "wrong dtype" in exc.message:
+            exc.hint = "Pass dtype=, that of the engines' checkpoint (dtype=torch.bfloat16), to have weights cast on the way"
+        raise
+
+
 def _as_sent(value: Any, merge: Callable[[], torch.Tensor] | None, dtype: torch.dtype | None) -> torch.Tensor | Lazy:
     partitioned = hasattr(value, "ds_tensor")  # by ZeRO-3
     to = dtype if dtype is not None and value.is_floating_point() else value.dtype

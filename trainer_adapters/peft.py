@@ -3,9 +3,9 @@
     from trainer_adapters.fleet import weights
     sync.sync_weights(weights(model))          # instead of sync_weights(model), which the engines refuse
 
-A layer is copied and the copy merged by PEFT itself, so that every kind of adapter it can merge will do (LoRA, DoRA, LoHa, IA3 …), and
-nothing is added to the weights and taken away again, which in bfloat16 would change them a little each time.
-Memory: one layer more. Modules that are trained as a whole (`modules_to_save`) are sent in their trained form.
+A layer's weights are copied and the copy merged by PEFT itself, so that nothing is added to the model's own and taken away again, which
+in bfloat16 would change them a little each time. Memory: one layer more. Modules that are trained as a whole (`modules_to_save`) are
+sent in their trained form.
 
 Tested with peft 0.21.2: LoRA and DoRA on linear layers. Not covered: prompt tuning and the like, which have no weights to merge;
 experts that PEFT adapts as one parameter; adapters on weights that ZeRO-3 has partitioned; `trainable_token_indices` (engines refuse it).
@@ -69,7 +69,21 @@ def _names(module: torch.nn.Module, prefix: str) -> list[str]:
 
 @torch.no_grad()
 def _merged(layer: Any, name: str) -> torch.Tensor:
-    copied = copy.deepcopy(layer)
+    # Not by deepcopy, which FSDP2 forbids for what it wraps, and which would copy adapters and gradients.
+    copied = base = _shallow(layer)
+    while "base_layer" in base._modules:
+        base._modules["base_layer"] = _shallow(base._modules["base_layer"])
+        base = base._modules["base_layer"]
+    base._parameters = {
+        own: value if value is None else torch.nn.Parameter(value.clone(), False) for own, value in base._parameters.items()
+    }
     copied.merge()
-    found: torch.Tensor = copied.get_base_layer().get_parameter(name).detach()
+    found: torch.Tensor = base.get_parameter(name).detach()
     return found
+
+
+def _shallow(module: Any) -> Any:
+    """The same module with lists and dictionaries of its own."""
+    made = object.__new__(type(module))
+    made.__dict__ = {name: copy.copy(value) if isinstance(value, (dict, list)) else value for name, value in module.__dict__.items()}
+    return made

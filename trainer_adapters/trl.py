@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_adapters.fleet import connect, weights
+from trainer_adapters.fleet import bring, connect
 from weightsync import Generation, SyncReport, WeightSync, WeightSyncError
 
 #: How often a completion is asked for that came from older weights, of an engine that was left out of the sync.
@@ -143,7 +143,7 @@ def attach(
 
         def sync_weights(self) -> None:
             if sync is not None:
-                self.vllm_client.report = sync.sync_weights(weights(self.accelerator.unwrap_model(self.model), dtype))
+                self.vllm_client.report = bring(sync, self.accelerator.unwrap_model(self.model), dtype)
 
     try:
         trainer.vllm_generation = FleetGeneration(
@@ -159,9 +159,7 @@ def attach(
                 for name in ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
             },
         )
-    except WeightSyncError as exc:
-        if "wrong dtype" in exc.message:
-            exc.hint = "Pass dtype=, such as attach(…, dtype=torch.bfloat16): the engines' checkpoint has another than the trainer"
+    except WeightSyncError:
         if sync is not None:
             sync.close()
         raise
