@@ -118,8 +118,9 @@ def test_verls_agent_loop_samples_from_the_fleet(verl: Any, fleet: Fleet, sync: 
 
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": 16, "response_length": 6}}, "data": {}})
     loop = FleetAgentLoop(
-        trainer_config=DictConfigWrap(config), server_manager=None, processor=None, dataset_cls=None, data_config=DictConfigWrap(config.data),
-        tokenizer=AutoTokenizer.from_pretrained(build_checkpoint(tmp_path / "tokenizer", 0)), url=fleet.url, token_file=token_file,
+        trainer_config=DictConfigWrap(config), server_manager=None, processor=None, dataset_cls=None,
+        data_config=DictConfigWrap(config.data), tokenizer=AutoTokenizer.from_pretrained(build_checkpoint(tmp_path / "tokenizer", 0)),
+        url=fleet.url, token_file=token_file,
     )  # fmt: skip
     asked = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "ignore_eos": True}
     made = asyncio.run(loop.run(asked, raw_prompt=[{"role": "user", "content": "sea1 sea2"}]))

@@ -2,7 +2,7 @@
 
     trainer = Trainer(model, args, train_dataset=…, callbacks=[follow(url, token, every_steps=10)])
 
-Weights are synced when training begins, behind every so many optimizer steps, and when it ends; the version is the next one, or the step.
+Weights are synced when training begins, behind every so many optimizer steps, and when it ends; the version is the fleet's next one.
 A sync that fails ends training with its error; engines serve the version they had. With DDP the first process sends and the others
 make no call; with FSDP2 and DeepSpeed's ZeRO-3 all take part in the gathers. PEFT's adapters are merged on the way.
 
@@ -27,7 +27,6 @@ def follow(
     every_steps: int = 1,
     dtype: torch.dtype | None = None,
     model: Any = None,
-    versions: str = "next",
     **options: Any,
 ) -> Any:
     """A `transformers.TrainerCallback`, to make in every process.
@@ -37,7 +36,6 @@ def follow(
         every_steps: optimizer steps between syncs.
         dtype: cast weights to it on the way, where the trainer holds float32 and the engines' checkpoint does not.
         model: when given it is synced now, so that one which does not fit the engines is refused before training.
-        versions: `next`, or `step`: the trainer's step, for a fleet that holds none above it.
 
     Returns:
         The callback. Its `report` is of the last sync, None in a process that makes no calls.
@@ -48,10 +46,9 @@ def follow(
     """
     from transformers import TrainerCallback
 
-    if every_steps < 1 or versions not in ("next", "step"):
-        raise WeightSyncError(f"every_steps={every_steps}, versions={versions!r}: want 1 or more, and `next` or `step`")
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:
+    if every_steps < 1:
+        raise WeightSyncError(f"every_steps={every_steps}: want 1 or more")
+    if not dist.is_initialized() or dist.get_rank() == 0:
         with connect(url, token, **options) as tried:
             if model is not None:
                 bring(tried, model, dtype)
@@ -65,21 +62,20 @@ def follow(
             shards = any(hasattr(p, "ds_tensor") or hasattr(p, "device_mesh") for p in model.parameters())
             if shards or state.is_world_process_zero:
                 self._sync = connect(url, token, group=dist.group.WORLD if shards else None, **options)
-            self._bring(state, model)
+            self._bring(model)
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
             if state.global_step % every_steps == 0:
-                self._bring(state, model)
+                self._bring(model)
 
         def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
             if state.global_step % every_steps:
-                self._bring(state, model)
+                self._bring(model)
             if self._sync is not None:
                 self._sync.close()
 
-        def _bring(self, state: Any, model: Any) -> None:
+        def _bring(self, model: Any) -> None:
             if self._sync is not None:
-                version = state.global_step if versions == "step" else None
-                self.report = bring(self._sync, model, dtype, version)
+                self.report = bring(self._sync, model, dtype)
 
     return Follow()

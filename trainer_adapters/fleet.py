@@ -65,14 +65,14 @@ def weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[st
     return made | {name: value for name, value in model.named_buffers() if name in persistent and name not in left_out}
 
 
-def bring(sync: WeightSync, model: torch.nn.Module, dtype: torch.dtype | None = None, version: int | None = None) -> SyncReport:
+def bring(sync: WeightSync, model: torch.nn.Module, dtype: torch.dtype | None = None) -> SyncReport:
     """Sync a model's weights as `weights` gives them.
 
     Raises:
         WeightSyncError: see `WeightSync.sync_weights`; of a wrong dtype with what to pass to the adapter.
     """
     try:
-        return sync.sync_weights(weights(model, dtype), version)
+        return sync.sync_weights(weights(model, dtype))
     except WeightSyncError as exc:
         if "wrong dtype" in exc.message:
             exc.hint = "Pass dtype=, that of the engines' checkpoint (dtype=torch.bfloat16), to have weights cast on the way"
@@ -118,8 +118,11 @@ class Stream:
         self._sync, self._dtype = sync, dtype
         self._specs = None if specs is None else [(name, self._to(kind), tuple(shape), device) for name, kind, shape in specs]
 
-    def send(self, iterator: Iterator[tuple[str, torch.Tensor]], version: int | None = None, **options: Any) -> SyncReport:
+    def send(self, iterator: Iterator[tuple[str, torch.Tensor]], **options: Any) -> SyncReport:
         """Sync what the iterator gives, and go through it to its end whatever comes: other ranks stand in its gathers.
+
+        Args:
+            options: of `WeightSync.sync_weights`.
 
         Raises:
             WeightSyncError: see `WeightSync.sync_weights`; or the iterator gives other tensors than before.
@@ -128,10 +131,10 @@ class Stream:
         left: list[str] = []
         try:
             if self._specs is None:
-                report = self._send_first(iterator, version, **options)
+                report = self._send_first(iterator, **options)
             else:
                 stream = ((n, Lazy(k, s, functools.partial(self._next, iterator, turn, n, k), on)) for n, k, s, on in self._specs)
-                report = self._sync.sync_weights(stream, version, **options)  # an iterator: it can't be sent again when an engine is lost
+                report = self._sync.sync_weights(stream, **options)  # an iterator: it can't be sent again when an engine is lost
         finally:
             with turn:
                 left += (name for name, _ in iterator)
@@ -139,14 +142,14 @@ class Stream:
             raise WeightSyncError(f"the trainer gave {len(left)} more tensor(s) than before: {', '.join(left[:5])}", hint=_ANEW)
         return report
 
-    def _send_first(self, iterator: Iterator[tuple[str, torch.Tensor]], version: int | None, **options: Any) -> SyncReport:
+    def _send_first(self, iterator: Iterator[tuple[str, torch.Tensor]], **options: Any) -> SyncReport:
         specs: list[tuple[str, torch.dtype, tuple[int, ...], torch.device]] = []
         held: list[tuple[str, torch.Tensor]] = []
         for name, tensor in iterator:
             kind = self._to(tensor.dtype)
             specs.append((name, kind, tuple(tensor.shape), tensor.device))
             held.append((name, tensor.detach().to(CPU, kind, copy=True)))
-        report = self._sync.sync_weights(held, version, **options)
+        report = self._sync.sync_weights(held, **options)
         self._specs = specs
         return report
 

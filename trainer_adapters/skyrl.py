@@ -49,7 +49,8 @@ def strategy(url: str, token: str, *, rollouts_elsewhere: bool = False, **option
 
     class FleetSender(WeightTransferSender):
         def __init__(self, sync: WeightSync | None) -> None:
-            self._sync, self._stream = sync, None
+            self._sync = sync
+            self._stream: Stream | None = None
 
         async def send_chunks(self, chunks: Iterable[Any], weight_metadata: dict[str, list[Any]] | None = None) -> None:
             if self._sync is None:

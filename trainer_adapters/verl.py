@@ -103,5 +103,6 @@ class FleetCheckpointEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Nothing: see the module."""
-        for pair in ():
+        none: list[tuple[str, torch.Tensor]] = []
+        for pair in none:
             yield pair
