@@ -199,3 +199,50 @@ def test_adapters_of_a_model_that_fsdp2_has_sharded_are_merged_and_gathered(serv
     assert {plain(name) for name in held} == {name for name, _ in want.named_parameters()} | {"scale"}
     gaps = [(held[name].float() - dict(want.named_parameters())[plain(name)]).abs().max() for name in held if plain(name) != "scale"]
     assert max(gaps) < 0.02, "bfloat16 of values of about one"
+
+
+def partition(state: dict[str, Any]) -> None:
+    """As DeepSpeed's ZeRO-3 has it, behind a step of training."""
+    import os
+    import sys
+
+    os.environ |= {"RANK": str(state["rank"]), "LOCAL_RANK": str(state["rank"]), "WORLD_SIZE": "2"}
+    import deepspeed
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled, for a minute
+    deepspeed.init_distributed("gloo")
+    model = model_of(1)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state["engine"], *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    loss = state["engine"](torch.arange(8)).square().mean()
+    state["engine"].backward(loss)
+    state["engine"].step()
+    state["model"] = state["engine"].module
+    assert all(parameter.numel() == 0 for parameter in state["model"].parameters())
+
+
+def whole_of_zero(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(state["model"].parameters())):
+        return {name: value.detach().clone() for name, value in state["model"].named_parameters()}
+
+
+def sync_partitioned(state: dict[str, Any], url: str) -> int:
+    with connect(url, "token", group=dist.group.WORLD, bucket_bytes=20_000) as sync:
+        return sync.sync_weights(weights(state["model"])).version
+
+
+@pytest.mark.slow
+def test_what_zero_3_has_partitioned_is_gathered(service: Service, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    trainer = Trainer(tmp_path)
+    assert trainer.all(partition, seconds=120.0) == [None, None]
+    assert trainer.all(sync_partitioned, (service.url,)) == [1, 1]
+    want, _ = trainer.all(whole_of_zero)
+    assert not torch.equal(want["odd.weight"], model_of(1).odd.weight), "it was trained"
+    (held,) = service.held[1]
+    assert held.keys() == want.keys() | {"scale"}
+    assert all(torch.equal(held[name], value) for name, value in want.items())
