@@ -1,7 +1,7 @@
 """TRL's own trainers with real engines, in float32, so that what log-probabilities differ by is rounding alone.
 
-`examples/trl_grpo.py` is run as a user runs it, in one process and in two (DDP). Not covered: GPUs, FSDP, DeepSpeed, and TRL's asynchronous
-trainer as a whole, which needs a GPU: of it the calls that it makes of its `weight_transfer`.
+`examples/trl_grpo.py` is run as a user runs it, in one process and in two (DDP). TRL's asynchronous trainer loads an attention kernel for
+GPUs, for which `varlen` stands in here. Not covered: GPUs, FSDP, DeepSpeed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 
 from tests.fleets import Fleet
 from trainer_adapters import trl as adapter
-from trainer_adapters.trl_async import FleetTransfer
+from trainer_adapters.trl_async import FleetRollouts, FleetTransfer
 from weightsync import WeightSyncError
 from weightsync.demo import task
 from weightsync.demo.checkpoint import build_checkpoint
@@ -74,12 +75,16 @@ def trainer_of(policy: Path, folder: Path, steps: int = 1, **options: Any) -> An
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     return GRPOTrainer(
         model,
-        lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+        rewarded,
         config,
         train_dataset=Dataset.from_dict({"prompt": [f"<bos> {topic}1 {topic}2" for topic in task.TOPICS] * 4}),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
         **options,
     )
+
+
+def rewarded(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
 
 
 def gaps_of(trainer: Any) -> list[float]:
@@ -143,6 +148,71 @@ def test_mistakes_are_told_when_the_trainer_is_attached(fleet: Fleet, policy: Pa
     trainer.use_vllm = True
     with pytest.raises(WeightSyncError, match=r"Make it with use_vllm=False"):
         adapter.attach(trainer, fleet.url, fleet.token)
+
+
+def varlen(query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: Any, softmax_scale: float, **__: Any) -> torch.Tensor:
+    """What `flash_attn_varlen_func` computes of causal sequences; tokens, heads and their width are the dimensions."""
+    made, share = [], query.shape[1] // key.shape[1]
+    for at in range(len(starts) - 1):
+        own, there = query[starts[at] : starts[at + 1]], slice(key_starts[at], key_starts[at + 1])
+        keys, values = key[there].repeat_interleave(share, 1), value[there].repeat_interleave(share, 1)
+        scores = torch.einsum("qhd,khd->hqk", own, keys) * softmax_scale
+        seen = torch.ones(len(own), len(keys), dtype=torch.bool).tril(len(keys) - len(own))
+        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values))
+    return torch.cat(made)
+
+
+def test_asynchronous_grpo_trains_through_the_fleet(fleet: Fleet, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen))
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # of a GPU
+    rows = Dataset.from_dict({"prompt": [f"<bos> {topic}1 {topic}2" for topic in task.TOPICS]})
+    rollouts = FleetRollouts(
+        fleet.url, fleet.token, dataset=rows, reward_funcs=[rewarded], processing_class=AutoTokenizer.from_pretrained(policy),
+        num_generations=4, max_tokens=6, samples_ahead=4,
+    )  # fmt: skip
+    config = AsyncGRPOConfig(
+        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=4, num_generations=4, use_cpu=True, bf16=False, dtype="float32",
+        report_to="none", token_budget=0, learning_rate=1e-3, gradient_checkpointing=False, max_staleness=2, weight_sync_steps=1,
+        logging_steps=1, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = AsyncGRPOTrainer(
+        str(policy), args=config, train_dataset=rows, weight_transfer=FleetTransfer(fleet.url, fleet.token), rollout_worker=rollouts
+    )
+    trainer.train()
+    history = [logs for logs in trainer.state.log_history if "ratio" in logs]
+    assert len(history) == 5 and max(logs["sample/staleness_max"] for logs in history) <= 2
+    assert history[0]["sample/staleness_max"] == 0 and abs(history[0]["ratio"] - 1) < TOLERANCE, "fresh samples are on policy"
+    trained = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    assert not torch.equal(trained.lm_head.weight, trainer.model.lm_head.weight)
+    trained.load_state_dict(trainer.model.state_dict())
+    with fleet.client() as sync, torch.no_grad():
+        answer = sync.generate([1, 8, 9], max_tokens=6, ignore_eos=True)
+        scores = trained(torch.tensor([[1, 8, 9, *answer.token_ids]])).logits[0, 2:-1].log_softmax(-1)
+    ours = scores.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert (ours - torch.tensor(answer.logprobs)).abs().max() < TOLERANCE
+
+
+def test_rollouts_that_fail_are_told_to_the_trainer(fleet: Fleet, policy: Path) -> None:
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo.async_grpo_trainer import RolloutWorkerProtocol
+
+    def raises(**_: Any) -> list[float]:
+        raise ValueError("no reward today")
+
+    rollouts = FleetRollouts(
+        fleet.url, fleet.token, dataset=[{"prompt": [{"role": "user", "content": "sea1"}]}], reward_funcs=[raises],
+        processing_class=AutoTokenizer.from_pretrained(policy), num_generations=2, max_tokens=2,
+    )  # fmt: skip
+    assert set(RolloutWorkerProtocol.__annotations__) <= vars(rollouts).keys()
+    rollouts.start()
+    rollouts._thread.join(60)
+    with pytest.raises(RuntimeError, match="rollouts from the fleet have ended: ValueError: no reward today"):
+        rollouts.check_health(600.0)
+    rollouts.stop()
 
 
 def test_the_asynchronous_trainers_calls_bring_its_weights(fleet: Fleet, policy: Path) -> None:

@@ -6,7 +6,8 @@ Weights are synced when training begins, behind every so many optimizer steps, a
 A sync that fails ends training with its error; engines serve the version they had. With DDP the first process sends and the others
 make no call; with FSDP2 and DeepSpeed's ZeRO-3 all take part in the gathers. PEFT's adapters are merged on the way.
 
-Tested with transformers 5.19.0 and accelerate 1.15.0, one process on a CPU. ZeRO-3 has not been run. Not covered: FSDP1.
+Tested with transformers 5.19.0 and accelerate 1.15.0, one process on a CPU. Sharded models by
+`fleet.weights` alone (FSDP2, ZeRO-3). Not covered: FSDP1.
 """
 
 from __future__ import annotations

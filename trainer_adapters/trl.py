@@ -14,8 +14,8 @@ gathers, a bucket at a time. PEFT's adapters are merged a layer at a time, and t
 
 At temperatures other than 1 engines have to say what they sampled from: `engine.extra='{"logprobs_mode": "processed_logprobs"}'`.
 
-Tested with trl 1.16.0 on a CPU: one process, and two with DDP. FSDP2 by `fleet.weights` alone; ZeRO-3 not at all. Not covered: images,
-FSDP1, a vLLM that shares the trainer's GPU and sleeps. TRL's asynchronous GRPO is `trl_async`.
+Tested with trl 1.16.0 on a CPU: one process, and two with DDP. FSDP2 and ZeRO-3 by `fleet.weights` alone. Not covered: images, FSDP1,
+ a vLLM that shares the trainer's GPU and sleeps. TRL's asynchronous GRPO is `trl_async`.
 """
 
 from __future__ import annotations
