@@ -71,9 +71,9 @@ sync.sync_weights(weights(int(sys.argv[3]), 1), progress=hold)
 """
 
 
-def config(layers: int) -> dict[str, Any]:
+def config(layers: int, kind: str = "qwen3-8b") -> dict[str, Any]:
     """A `config.json`."""
-    shape = transport.SHAPES["qwen3-8b"]
+    shape = transport.SHAPES[kind]
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "hidden_act": "silu",
         "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": layers,
@@ -83,9 +83,9 @@ def config(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
+def shapes_of(layers: int, kind: str = "qwen3-8b") -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint, by name."""
-    shape = transport.SHAPES["qwen3-8b"]
+    shape = transport.SHAPES[kind]
     query, pair = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linear = {
         "self_attn.q_proj": (query, shape.hidden), "self_attn.k_proj": (pair, shape.hidden), "self_attn.v_proj": (pair, shape.hidden),
@@ -100,15 +100,16 @@ def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
     for layer in range(layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in linear.items()}
         shapes |= {f"model.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
-    return shapes | {"model.norm.weight": (shape.hidden,), "lm_head.weight": (shape.vocabulary, shape.hidden)}
+    head = {} if shape.tied else {"lm_head.weight": (shape.vocabulary, shape.hidden)}
+    return shapes | {"model.norm.weight": (shape.hidden,), **head}
 
 
-def checkpoint(folder: Path, layers: int) -> Path:
+def checkpoint_of(folder: Path, settings: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
     """A checkpoint of zeros that takes no room on the disk: engines start on random weights, and read names and shapes here."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config(layers)))
+    (folder / "config.json").write_text(json.dumps(settings))
     header, end = {}, 0
-    for name, size in shapes_of(layers).items():
+    for name, size in shapes.items():
         begin, end = end, end + 2 * torch.Size(size).numel()
         header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -350,7 +351,7 @@ def main() -> int:
         raise SystemExit("two CUDA devices are needed")
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as running:
         folder = Path(made)
-        model = checkpoint(folder / "model", given.layers)
+        model = checkpoint_of(folder / "model", config(given.layers), shapes_of(given.layers))
         fleets = {name: serve(model, folder / name, FORMATS[name]) for name in given.formats}
         stocks = {name: Stock(model, {**_SIZES, **_COMMON, **FORMATS[name]}) for name in given.formats}
         for fleet in fleets.values():

@@ -273,6 +273,8 @@ CASES = [
     ((engine(0), engine(1, EngineState.ASLEEP, 3)), 3, 1, True, ("engine_asleep",)),
     ((engine(0, EngineState.ASLEEP, None),), 3, 1, False, ("too_few_engines_ready", "engine_asleep")),
     ((engine(0), engine(1, EngineState.PAUSED, 3)), 3, 2, False, ("too_few_engines_ready", "engine_paused")),
+    ((engine(0), engine(1, EngineState.SILENT, 3)), 3, 1, True, ("engine_silent",)),
+    ((engine(0, EngineState.SILENT, 3),), 3, 1, False, ("too_few_engines_ready", "engine_silent")),
     ((engine(0, EngineState.UPDATING, 3),), 3, 1, False, ("too_few_engines_ready",)),
     ((engine(0, EngineState.SERVING, 0),), 0, 1, True, ()),
     ((engine(0), dataclasses.replace(engine(1, EngineState.SERVING, 2), pinned="eval")), 3, 1, True, ()),

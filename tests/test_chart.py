@@ -301,7 +301,7 @@ def other(value: Any, key: str) -> Any:
         return "float16"
     if key == "stage":
         return "host"
-    if key == "local":
+    if key in ("local", "plan"):
         return "off"
     if value is None:
         return 1 << 21 if "bytes" in key else 1

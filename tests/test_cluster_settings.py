@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from weightsync import config
-from weightsync.fleet import cluster, engine_actor
+from weightsync.fleet import cluster, engine_actor, watching
 
 OTHERS: dict[str, Any] = {
     "sync.caches": "retain", "sync.stage": "host", "sync.rollback": "host", "sync.verify_stored": True, "sync.local": "host",
@@ -35,7 +35,8 @@ def test_what_engines_were_started_with_can_not_be_another_when_a_fleet_is_adopt
 
 
 def test_no_setting_that_an_engine_reads_is_forgotten() -> None:
-    read = set(re.findall(r"_settings\.sync\.(\w+)", Path(engine_actor.__file__).read_text()))
+    parts = (Path(module.__file__).read_text() for module in (engine_actor, watching))
+    read = set(re.findall(r"_settings\.sync\.(\w+)", "".join(parts)))
     assert read - set(cluster._FIXED["sync"]) == {"apply_timeout_seconds", "control_timeout_seconds"}
 
 

@@ -159,6 +159,10 @@ def test_counters_only_rise_over_an_engines_restart_and_gauges_of_one_that_left_
 
         await one_update(controller, 1)
         await look()
+        engines.say[1] = replace(engines.say[1], state=EngineState.SILENT, silence_seconds=61.5)
+        found = await look()
+        silence = [found[f'weightsync_engine_silence_seconds{{engine="{ordinal}"}}'] for ordinal in (0, 1)]
+        assert silence == [0, 61.5] and found['weightsync_engines{state="silent"}'] == found["weightsync_ready_engines"] == 1
         engines.say[1] = engine(1)  # its process is a new one, which has counted nothing
         found = await look()
         assert found['weightsync_engine_version{engine="1"}'] == -1 and found['weightsync_engines{state="pending"}'] == 1

@@ -1,6 +1,6 @@
 """A worker's applier without vLLM: real admission, load maps and staged bytes; loading copies, and nothing is sealed.
 
-Not covered: what vLLM's loaders and a guard make of an update (the failure table has both).
+Not covered: what vLLM's loaders and a guard make of an update (the failure table has both); plans (`test_planned`).
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Received:
         self.draining = False
         self.seconds: dict[str, float] = {}
         manifest = order.request.manifest
-        plan = plan_buckets(manifest, order.request.bucket_bytes)
-        data = torch.zeros(plan.stream_bytes, dtype=torch.uint8)
-        self.into: Whole | None = Whole(manifest, plan, data)
+        self.plan = plan_buckets(manifest, order.request.bucket_bytes)
+        data = torch.zeros(self.plan.stream_bytes, dtype=torch.uint8)
+        self.into: Whole | None = Whole(manifest, self.plan, data)
         self.digests = {}
         for index, spec in enumerate(manifest.tensors):
             self.into.tensor(index).copy_(Received.arriving[spec.name])
@@ -184,7 +184,7 @@ class Worker:
         request = UpdateRequest(update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__, scope=scope)
         builds_on = (self._updates - 1, self.applier._held.counts if base is None else base) if scope else (None, "")
         meeting = CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo")
-        order = BeginOrder(request, meeting, 0, 1, 1.0, "", self._stage, self._retain, *builds_on)
+        order = BeginOrder(request, meeting, 0, 1, 1.0, "", self._stage, self._retain, *builds_on, plan=False)
         assert self.applier.begin(order).error is None
         return update
 

@@ -84,6 +84,10 @@ class EngineSettings(_Section):
     """Further arguments of vLLM's AsyncEngineArgs, as they are."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long an engine may take to start."""
+    silence_seconds: float = Field(default=60.0, ge=0)
+    """How long workers may owe a sign of life, for which they are asked every 15 s, before their engine counts as dead until they give it.
+    They come to it behind the model step under way, so more than the longest one, which may compile kernels (vLLM ends an engine whose
+    step takes 300 s). 0: never asked."""
 
     @field_validator("model")
     @classmethod
@@ -183,6 +187,8 @@ class SyncSettings(_Section):
     rollback: Literal["off", "host"] = "off"
     """After an update that failed twice behind its first write: quarantine the engine until the next one, or bring the last committed
     update back, of which each worker then keeps a copy in host memory."""
+    plan: Literal["auto", "off"] = "auto"
+    """Whether layers that keep what is loaded are written as plain copies from the second update on, or all of them by vLLM's reload."""
     verify_stored: bool = False
     """After each update also compare the bytes of parameters that the engine keeps as they are loaded with what was sent."""
     retain_engines: int = Field(default=1, ge=0)

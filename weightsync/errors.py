@@ -25,6 +25,7 @@
     │   └── Aborted            somebody ended the update
     ├── DeadlineExceeded       the call's own deadline passed
     ├── EngineDied             an engine's process is gone
+    │   └── WorkersSilent      it lives, and its workers don't answer
     ├── UnsupportedEngine      this vLLM, model or kernel has not been proved
     │   └── UnknownVllm        this vLLM, or a function of it, is not one that was proved
     ├── GenerationFailed       a rollout request failed
@@ -263,6 +264,12 @@ class EngineDied(WeightSyncError):
     """An engine's process is gone."""
 
     code, http_status, retryable_by_default = "engine_died", 503, True
+
+
+class WorkersSilent(EngineDied):
+    """An engine's process answers and its workers do not: they hang, or are stopped. As good as dead until they answer."""
+
+    code = "workers_silent"
 
 
 class UnsupportedEngine(WeightSyncError):

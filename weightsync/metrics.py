@@ -156,6 +156,7 @@ class Recorder:
         self._version = gauge("engine_version", "Version an engine holds; -1 if none.")
         self._behind = gauge("engine_staleness_updates", "Updates committed since the one that an engine holds; left out if it holds none.")
         self._age = gauge("engine_staleness_seconds", "Time since an engine committed last; left out before its first.")
+        self._silence = gauge("engine_silence_seconds", "Time that an engine's workers have owed an answer; 0 if none is owed.")
         self._slots = gauge("contract_slots", "Slots of an engine's storage contract, by class.", "class")
         self._retained = gauge("retained_bytes", "Host memory that an engine keeps for engines that come later.")
         self._staging = gauge("staging_bytes", "Memory in which an engine holds an update beside its weights, or keeps for the next.")
@@ -168,7 +169,9 @@ class Recorder:
         self._baseline = gauge("probe_baseline_nats", "How far they were off in its first commits; left out before those.", "against")
         self._limit = gauge("probe_limit_nats", "How far they may be off.", "against")
         self._named = gauge("probe_named", "1 if the last probe found the fault in this engine, 0 if it probed it and did not.")
-        self._of_engines = self._version, self._behind, self._age, self._slots, self._retained, self._staging, self._rollback
+        self._of_engines = (
+            self._version, self._behind, self._age, self._silence, self._slots, self._retained, self._staging, self._rollback,
+        )  # fmt: skip
 
     @_never_fails
     def build(self, version: str) -> None:
@@ -256,6 +259,7 @@ class Recorder:
             self._behind.labels(ordinal).set(behind)
         if engine.committed_unix_seconds is not None:
             self._age.labels(ordinal).set(max(0.0, time.time() - engine.committed_unix_seconds))
+        self._silence.labels(ordinal).set(engine.silence_seconds)
         for kind, count in engine.slots.items():
             self._slots.labels(ordinal, kind).set(count)
         self._retained.labels(ordinal).set(engine.retained.nbytes if engine.retained else 0)

@@ -73,11 +73,14 @@ class EngineState(enum.StrEnum):
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
     LEAVING = "leaving"  # lets its requests end, and is gone then
+    SILENT = "silent"  # its workers don't answer; does again what it did before when they do
     DEAD = "dead"
 
 
 #: What engines do that hold the version which they say.
 HOLDING = (EngineState.SERVING, EngineState.PAUSED)
+#: What engines do that can be told nothing.
+GONE = (EngineState.DEAD, EngineState.SILENT)
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class BeginOrder:
         hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
+        plan: whether layers that keep what is loaded may be written as copies, once an update like this one has shown which.
     """
 
     request: UpdateRequest
@@ -216,6 +220,7 @@ class BeginOrder:
     keep_in: str = ""
     restores: str = ""
     rewinds: int = 0
+    plan: bool = True
 
     @property
     def brings(self) -> str:
@@ -320,6 +325,8 @@ class EngineStatus:
             the version before. None when it did.
         paused: an operator has paused it: when it would serve, it says `paused` until it is resumed.
         committed_unix_seconds: when it committed last; None before the first time of its process.
+        silence_seconds: how long its workers have owed an answer, whatever they were asked; 0 if none is owed.
+        silent_workers: when it is silent, ranks of those that have not answered while others have; empty where that is not known.
         slots: how many its storage contract has, by class; summed over workers, as `memory` is.
         memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
     """
@@ -339,6 +346,8 @@ class EngineStatus:
     failed: dict[str, Any] | None = None
     paused: bool = False
     committed_unix_seconds: float | None = None
+    silence_seconds: float = 0.0
+    silent_workers: tuple[int, ...] = ()
     slots: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from weightsync.errors import WeightSyncError
 from weightsync.mismatch import BEHIND, standing_out
-from weightsync.protocol import EngineStatus, FleetStatus
+from weightsync.protocol import EngineState, EngineStatus, FleetStatus
 
 #: Columns as they are shown.
 _COLUMNS = ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason")
@@ -68,6 +68,10 @@ def _below(status: FleetStatus, left_out: list[str]) -> Iterator[str]:
         yield f"update {update.update_id} to version {update.version} is under way ({update.state})"
     yield from _mismatch(status)
     for engine in status.engines:
+        if engine.state == EngineState.SILENT:
+            who = ", ".join(map(str, engine.silent_workers))
+            about = f"worker {who} of {engine.workers} does" if who else "its workers do"
+            yield f"engine {engine.engine}: {about} not answer, for {engine.silence_seconds:.0f} s"
         if engine.failed:
             error = WeightSyncError.from_dict(engine.failed)
             yield f"engine {engine.engine}, last update: {error.code}: {error}"

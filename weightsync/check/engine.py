@@ -52,21 +52,35 @@ class Trainer:
         self.sealed = self._require(self._call("describe"), "none")
 
     def sync(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """One update, to its verdict.
+        """One update, to its verdict, and the engine's word that it counts.
 
         Returns:
-            The worker's last report.
+            The worker's report of the verdict.
 
         Raises:
             WeightSyncError: the worker's, with what it had counted in a note, or the sender's.
         """
+        update = self.stage(tensors)
+        verdict = self.apply(update)
+        self.keep(update)
+        return verdict
+
+    def stage(self, tensors: dict[str, torch.Tensor], *, where: str = "auto", bucket_bytes: int = _BUCKET_BYTES) -> str:
+        """The first part of `sync`: until the worker has all of the update beside the live weights.
+
+        Args:
+            where: `BeginOrder.stage`.
+
+        Returns:
+            The update's name.
+        """
         self._version += 1
         update, offered = f"u-{self._version}", offer(tensors)
-        plan = plan_buckets(offered.manifest, _BUCKET_BYTES)
+        plan = plan_buckets(offered.manifest, bucket_bytes)
         request = UpdateRequest(
-            update, "trainer", self._version, offered.manifest, _BUCKET_BYTES, plan.hash, _DEADLINE_SECONDS, "gloo", torch.__version__
+            update, "trainer", self._version, offered.manifest, bucket_bytes, plan.hash, _DEADLINE_SECONDS, "gloo", torch.__version__
         )
-        order = BeginOrder(request, self._info, 0, 1, _DEADLINE_SECONDS)
+        order = BeginOrder(request, self._info, 0, 1, _DEADLINE_SECONDS, stage=where)
         self._require(self._call("begin", encode(order)), "receiving", "staged")
         sent: list[BaseException | None] = []
         thread = threading.Thread(target=lambda: sent.append(self._send(offered, plan)), daemon=True)
@@ -79,8 +93,16 @@ class Trainer:
             report = self._call("poll")
         thread.join(_DEADLINE_SECONDS)
         self._require(report, "staged")
+        return update
+
+    def apply(self, update: str) -> dict[str, Any]:
+        """The second part: write a staged update and prove it; the worker's report."""
         self._require(self._call("apply", update), "applied")
         return self._require(self._call("verdict", update), "verified")
+
+    def keep(self, update: str) -> None:
+        """The last part: the update counts."""
+        self._require(self._call("keep", update), "verified")
 
     def _send(self, offered: Any, plan: Any) -> BaseException | None:
         try:

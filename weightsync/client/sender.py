@@ -161,7 +161,7 @@ class Sender:
             if end == self._offer.manifest.tensors[piece.tensor].nbytes:
                 self._current = None
             batch.add(source, piece.tensor_offset, into=target)
-            waiting += piece.nbytes if self._made else 0
+            waiting += self._offer.manifest.tensors[piece.tensor].nbytes if self._made else 0  # a piece holds its whole tensor
             del source  # before the next is read
             if waiting >= _MOST_WAITING:
                 batch.start()

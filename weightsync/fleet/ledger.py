@@ -21,18 +21,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.errors import (
+    BaseRefused,
+    EngineDied,
+    NoEngineReady,
+    Refused,
+    UpdateConflict,
+    VersionRefused,
+    WeightSyncError,
+    WorkersSilent,
+)
 from weightsync.fleet.left_out import WHOLE, absent, lost, other_base
 from weightsync.fleet.record import Update as Update
 from weightsync.fleet.waves import require_room
-from weightsync.protocol import (
-    HOLDING,
-    EngineState,
-    EngineStatus,
-    EngineVerdict,
-    UpdateRequest,
-    UpdateState,
-)
+from weightsync.protocol import GONE, HOLDING, EngineState, EngineStatus, EngineVerdict, UpdateRequest, UpdateState
 
 #: Reason of an engine that serves nothing since its commit was answered too late.
 LATE = "late_commit"
@@ -281,7 +283,7 @@ class Ledger:
             EngineDied, NoEngineReady: as in `admit`.
         """
         # An engine without workers is on its way up, and not there yet. One that was lost in a broadcast may answer all the same.
-        gone = [e for e in self._following if e.state == EngineState.DEAD or not e.workers or e.engine in request.without]
+        gone = [e for e in self._following if e.state in GONE or not e.workers or e.engine in request.without]
         asleep = [e for e in self._following if e.state == EngineState.ASLEEP and e not in gone]
         able = tuple(sorted({e.engine for e in self._following} - {e.engine for e in (*gone, *asleep)}))
         # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
@@ -292,9 +294,11 @@ class Ledger:
             raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
         short = f"{self.require} must commit and {len(able)} can. Nothing was changed"
         if len(able) < self.require and gone:
-            raise EngineDied(
-                f"{len(gone)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason or LOST})' for e in gone)}; {short}",
-                hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
+            silent = all(e.state == EngineState.SILENT for e in gone)
+            kind, what = (WorkersSilent, "silent") if silent else (EngineDied, "dead or starting")
+            raise kind(
+                f"{len(gone)} engine(s) are {what}: {', '.join(f'{e.engine} ({e.reason or LOST})' for e in gone)}; {short}",
+                hint="Wait until it has restarted or answers, start `weightsync serve` again, or set sync.require to a smaller number",
                 engine=gone[0].engine,
                 update_id=request.update_id,
             )

@@ -40,6 +40,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
+from weightsync.storage import plan
 from weightsync.storage.adopt import Adoption
 from weightsync.transport import digest
 from weightsync.transport.local import place_of
@@ -48,6 +49,7 @@ from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_
 from weightsync.worker.following import Following
 from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
+from weightsync.worker.planned import Planner
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.sleep import Sleep
 from weightsync.worker.staging import Regions, Staged, Whole
@@ -85,6 +87,7 @@ class Applier(Following):
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
+        self._planner = Planner(model, self._guard, vllm_config)
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
         self._tied = bool(getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False))
@@ -107,7 +110,7 @@ class Applier(Following):
         self._joining = joining.Joining(device, rank)
         self._state = "none"
         self._error: WeightSyncError | None = None
-        self._wrote = self._recaptured = self._released = False
+        self._wrote = self._recaptured = self._released = self._untouched = False
         self._seconds: dict[str, float] = {}
         self._checks: dict[str, int] = {}
 
@@ -125,6 +128,7 @@ class Applier(Following):
         if verify_stored and self._stored is None:
             self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
         digest.prepare(self.device, (spec.dtype for spec in self._base.specs.values()))
+        plan.prepare(self.device)
         sealed = self._guard.sealed
         unused = self._unused(self._base, tuple(self._base.specs.values()))
         nbytes = sum(spec.nbytes for index, spec in enumerate(self._base.specs.values()) if index not in unused)
@@ -227,7 +231,7 @@ class Applier(Following):
                 incoming.wait()
             self._wrote, self._held.proved = True, ""
             self._frozen.written(self._map)
-            self._error = self._load(incoming)
+            self._error = self._load(incoming, "" if again else self._plan_key(receiver))
         except WeightSyncError as exc:
             self._error = WeightSyncError.from_dict(exc.to_dict())
         if streamed and self._error:
@@ -240,10 +244,22 @@ class Applier(Following):
         # A cold load passes over an output head that is the embedding; a reload would write it into the embedding.
         return receiver.held().update(self._map, self._heads.keys())
 
-    def _load(self, incoming: Staged | Streamed) -> WeightSyncError | None:
+    def _plan_key(self, receiver: Receiver) -> str:
+        order = receiver.order
+        return receiver.plan.hash if order.plan and order.stage != "none" and not order.request.scope else ""
+
+    def _load(self, incoming: Staged | Streamed, plan_key: str = "") -> WeightSyncError | None:
+        """Write an update; what stands against it.
+
+        Args:
+            plan_key: of updates that are alike, which may be written by a plan (`planned`); none goes the general way.
+        """
         counts: dict[str, int] = {"not_kept": len(incoming.unused)} if isinstance(incoming, Staged) else {}
+        self._untouched = False
         try:
-            loading.load(self.model, self.vllm_config, self._fresh, incoming, counts)
+            left = self._write_planned(plan_key, incoming, counts) if plan_key and isinstance(incoming, Staged) else incoming
+            if not self._untouched:
+                loading.load(self.model, self.vllm_config, self._fresh, left, counts)
         except WeightSyncError as exc:
             return WeightSyncError.from_dict(exc.to_dict())  # without its traceback, whose frames hold the staged bytes
         finally:
@@ -259,7 +275,9 @@ class Applier(Following):
         self._seconds["verify"] = time.monotonic() - began
         proved = "verified" if self._back is None else "rolled_back"
         self._state, self._wrote = ("failed", True) if self._error else (proved, False)
-        if not self._error:
+        if self._error:
+            self._planner.forget()
+        else:
             self._held.proved = receiver.order.brings if self._back is None else self._held.counts
             self._sleep.forget()
         return self.report()
@@ -269,11 +287,36 @@ class Applier(Following):
         receiver = self._expect(update_id, "verified")
         order = receiver.order
         if receiver.into is not None:
-            incoming = self._incoming(receiver) if order.retain or folder_of(order, self.rank) else None
-            kept = replace(incoming, digests=dict(receiver.digests)) if isinstance(incoming, Staged) else None
+            incoming = self._incoming(receiver)
+            self._learn(incoming)
+            keeps = order.retain or folder_of(order, self.rank) is not None
+            kept = replace(incoming, digests=dict(receiver.digests)) if keeps and isinstance(incoming, Staged) else None
             self._held.settle(order, self.rank, kept)
             receiver.discard()
         return self.report()
+
+    def _learn(self, incoming: Staged | Streamed) -> None:
+        try:
+            if isinstance(incoming, Staged):
+                self._planner.learn(incoming)
+        except Exception:  # the update is proved: what could be quicker the next time is no fault of it
+            logger.exception("no plan was made of an update, and the next one goes the general way")
+            self._planner.forget()
+
+    def _write_planned(self, plan_key: str, incoming: Staged, counts: dict[str, int]) -> Staged:
+        """Write what is planned of an update; what is left to be loaded, which is all where nothing is planned."""
+        planned = self._planner.find(plan_key)
+        if planned is None:
+            self._planner.watch(plan_key, incoming)
+            return incoming
+        try:
+            left = planned.write(incoming)
+        except Exception as exc:
+            self._planner.forget()
+            raise ApplyFailed(f"what was planned of the update could not be written: {type(exc).__name__}: {exc}") from exc
+        self._untouched = not planned.rest.writes
+        counts |= {"layers_planned": planned.layers, "tensors": len(incoming.manifest.tensors)}
+        return left
 
     def rollback(self, update_id: str) -> WorkerReport:
         """Load the update that was committed last, after one that failed when a worker had written. The engine must be paused.
@@ -340,6 +383,7 @@ class Applier(Following):
         """vLLM has brought the memory back: what a deep sleep has lost, and no update brings, comes back too."""
         if self._sleep.deep:
             self._held.lose()
+            self._planner.forget()
         return WorkerReport(self.rank, "", "none", wrote=self._wrote, checks=self._sleep.restore(), memory=self._memory())
 
     def stay_awake(self) -> WorkerReport:

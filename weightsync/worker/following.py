@@ -37,6 +37,7 @@ class Following:
     _repaired: Adoption
     _recaptured: bool
     _released: bool
+    _untouched: bool
     _seconds: dict[str, float]
     _checks: dict[str, int]
 
@@ -54,7 +55,8 @@ class Following:
         """What stands against the update as it is now; None when it holds."""
         verdict = self._guard.verify(self._repaired)
         self._count({"addresses": len(self._seal), **verdict.counts})
-        return loading.unfinished(self.model, self._seal) or self._guard.broken(self._repaired, verdict)
+        unfinished = None if self._untouched else loading.unfinished(self.model, self._seal)
+        return unfinished or self._guard.broken(self._repaired, verdict)
 
     def _count(self, counts: dict[str, int]) -> None:
         self._checks |= {key: count for key, count in counts.items() if count}
@@ -83,6 +85,9 @@ class Following:
 
     def _repair(self) -> bool:
         """Bring what moved back; whether graphs must be captured anew."""
+        if self._untouched:  # no object was made anew that could lie elsewhere, and no number is another; the verdict says if one is
+            self._repaired = Adoption()
+            return self._released or self._guard.outdated or bool(len(self._lazies) and self._changed())
         self._repaired = self._guard.repair()
         self._count(self._repaired.counts)
         return self._owes_capture()

@@ -23,7 +23,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ from weightsync.storage.adopt import MAX_NEW_NAMES, Adopter, Adoption
 from weightsync.storage.contract import Contract, Kind, Place, Slot, Verdict, What, compare, same_number
 from weightsync.storage.lookup import Lookup
 from weightsync.storage.owners import resolve_global, rewalk
-from weightsync.storage.pins import Pins, pin, places, slots_of
+from weightsync.storage.pins import Pin, Pins, pin, places, slots_of
 from weightsync.storage.sweep import sweep
 from weightsync.worker import sealing, vllm_compat
 
@@ -150,6 +150,11 @@ class Guard:
             logger.log(level, text, slot.name, slot.nbytes, slot.kernel, f", from {slot.where}" if slot.where else "", comes)
         if self._truncated:
             logger.warning("owners may be missing: the search stopped at %d place(s), first %s", len(self._truncated), self._truncated[0])
+
+    @property
+    def pins(self) -> Mapping[str, Pin]:
+        """What was sealed, by path."""
+        return self._adopter.pins.by_path
 
     @property
     def outdated(self) -> bool:

@@ -70,6 +70,7 @@ class LoadMap:
         unclaimed: what no loader of this worker takes and its checkpoint has not, by the trainer's name, with how to say it: other
             workers of the engine may take it.
         part: it is of a scope: only layers that it fills are loaded.
+        shapes: of parameters before anything is made of them, with their dtype, by path; those that are contiguous.
     """
 
     specs: dict[str, TensorSpec]
@@ -82,6 +83,7 @@ class LoadMap:
     touched: set[str] = field(default_factory=set)
     unclaimed: dict[str, str] = field(default_factory=dict)
     part: bool = False
+    shapes: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._filled: dict[str, int] | None = None
@@ -166,6 +168,8 @@ def record(twin: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadMap:
     paths: dict[int, list[str]] = {}
     for path, tensor in twin.named_parameters(remove_duplicate=False):
         paths.setdefault(id(tensor), []).append(path)
+        if tensor.is_contiguous():
+            result.shapes[path] = tuple(tensor.shape), _dtype_name(tensor.dtype)
     result.aliases = frozenset(path for shared in paths.values() if len(shared) > 1 for path in shared)
     at = [""]
     given: list[tuple[str, StorageWeakRef]] = []  # a weak reference suffices to keep an identity from being used again

@@ -41,9 +41,9 @@ class Stored:
         changed: set[str] = set()
         for name, tensor in checkpoint:
             for copy in load_map.copies.get(name, ()):
-                if not _holds(live.get(copy.path), copy, tensor):
+                if not holds(live.get(copy.path), copy, tensor):
                     changed.add(copy.path)
-                elif not _uniform(_view(tensor, copy.source)):
+                elif not _uniform(view(tensor, copy.source)):
                     kept.add(copy.path)
         self._paths = kept - changed
 
@@ -68,7 +68,7 @@ class Stored:
                 whole += 1
             else:
                 partly += 1
-            if not all(_holds(live.get(copy.path), copy, tensor) for copy in known):
+            if not all(holds(live.get(copy.path), copy, tensor) for copy in known):
                 wrong.append(name)
         counts = {"stored": whole, "stored_unchecked": partly}
         if not wrong:
@@ -94,7 +94,7 @@ def registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> bool:
+def holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> bool:
     """Whether a live parameter has a tensor's bytes where the loader copied them."""
     if parameter is None or parameter.dtype != tensor.dtype or parameter.layout != torch.strided or parameter.is_meta:
         return False
@@ -102,11 +102,11 @@ def _holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> 
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
     if (parameter.storage_offset() + last + 1) * parameter.element_size() > parameter.untyped_storage().nbytes():
         return False
-    held, sent = _view(parameter, copy.into), _view(tensor, copy.source)
+    held, sent = view(parameter, copy.into), view(tensor, copy.source)
     return torch.equal(bits(held), bits(sent.to(held.device)))
 
 
-def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
+def view(tensor: torch.Tensor, view: View) -> torch.Tensor:
     offset, shape, stride = view
     return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + offset)
 

@@ -11,6 +11,7 @@ the model's loading.
     layers.py     what can be told from one live layer
     twin.py       what a cold load runs in; the model once more, on meta
     blueprint.py  what a fresh model has and a live one has lost: loaders, first values
+    doubles.py    what a layer's processing makes of loaded weights, without the layer
     counting.py   how many elements of a layer a load has filled
     reload.py     one layerwise reload, run as a cold load, with what stock leaves out
     first_run.py  what a model's first run filled in, and a run like it in a live engine
@@ -23,9 +24,20 @@ Not covered: layers that `unproved_layers` names: the engine then refuses to sta
 
 from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
+from weightsync.worker.vllm_compat.doubles import processed, requantises
 from weightsync.worker.vllm_compat.first_run import find_lazies, note_loaded, run_once, watch_loading
 from weightsync.worker.vllm_compat.graphs import captures_graphs, graph_holders, recapture
-from weightsync.worker.vllm_compat.layers import FOREIGN_HANDLES, WRITTEN_IN_PLACE, missing_layers, plain_path, unproved_layers
+from weightsync.worker.vllm_compat.layers import (
+    FOREIGN_HANDLES,
+    KV_CACHE,
+    WRITTEN_IN_PLACE,
+    absorbing,
+    keeps_what_is_loaded,
+    missing_layers,
+    plain_modules,
+    plain_path,
+    unproved_layers,
+)
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting, whole_only
 from weightsync.worker.vllm_compat.sleeping import SleepMemory
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
@@ -35,23 +47,29 @@ from weightsync.worker.vllm_compat.vote import together
 __all__ = [
     "BACKEND",
     "FOREIGN_HANDLES",
+    "KV_CACHE",
     "PROVED_SOURCES",
     "PROVED_VERSIONS",
     "WRITTEN_IN_PLACE",
     "Blueprint",
     "Reload",
     "SleepMemory",
+    "absorbing",
     "captures_graphs",
     "cold_load_context",
     "draw",
     "find_lazies",
     "graph_holders",
+    "keeps_what_is_loaded",
     "meta_twin",
     "missing_layers",
     "note_loaded",
+    "plain_modules",
     "plain_path",
+    "processed",
     "recapture",
     "reload_waiting",
+    "requantises",
     "require_supported",
     "run_once",
     "together",

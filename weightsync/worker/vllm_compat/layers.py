@@ -10,14 +10,18 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 #: Tensors that layerwise reload writes straight into live storage and does not count.
 WRITTEN_IN_PLACE = frozenset(SKIP_LOAD_TENSORS)
 #: Names of tensors that hold a raw pointer of C++'s, and no value.
 FOREIGN_HANDLES = (".handler_tensor",)
+#: In the paths of memory that an engine writes while it serves.
+KV_CACHE = ".kv_cache"
 #: How deep `holds_foreign` looks: layer → quantisation method → scheme → kernel → handler.
 _DEPTH = 5
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.dtype, torch.device, torch.Size})
 
 
 def unproved_layers(model: torch.nn.Module) -> list[str]:
@@ -63,13 +67,30 @@ def experts_of(layer: torch.nn.Module) -> Any:
     return getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
 
 
+def keeps_what_is_loaded(layer: torch.nn.Module) -> bool:
+    """Whether a layer's processing may leave its parameters as they were loaded, and make nothing of them elsewhere."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return method.startswith(("Unquantized", "NoneType")) and not holds_foreign(layer)
+
+
+def absorbing(model: torch.nn.Module) -> dict[str, set[str]]:
+    """Attention layers that make something of other layers when all are loaded, and the plain paths of those that they hold."""
+    plain = {id(layer): path for path, layer in plain_modules(model).items()}
+    held = {
+        path: {plain[id(inner)] for inner in layer.modules() if inner is not layer and id(inner) in plain}
+        for path, layer in plain_modules(model).items()
+        if is_deferred_attention_layer(layer)
+    }
+    return {path: layers for path, layers in held.items() if layers}
+
+
 def holds_foreign(layer: torch.nn.Module) -> bool:
     """Whether an object of this layer owns something outside Python, by its destructor."""
     seen: set[int] = set()
     todo: list[tuple[Any, int]] = [(value, 0) for value in vars(layer).values()]
     while todo:
         value, depth = todo.pop()
-        if id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+        if type(value) in _PLAIN or id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
             continue
         seen.add(id(value))
         if isinstance(value, (list, tuple)):

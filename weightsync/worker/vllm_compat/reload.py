@@ -169,6 +169,7 @@ class Reload:
 
         def materialise(layer: torch.nn.Module, info: Any) -> None:
             meta = [name for name, tensor in layerwise.get_layer_tensors(layer).items() if tensor.is_meta]
+            whole = info.load_numel >= (info.load_numel_total or 0)
             stock(layer, info)
             self._made = {name: made for name in meta if not (made := getattr(layer, name)).is_meta}
             loaded = {name for name, _ in info.loaded_weights}
@@ -186,7 +187,7 @@ class Reload:
                     made.data.copy_(kernel)
                 elif number:
                     made.data.fill_(number)
-                else:
+                elif not (whole and name in loaded and made.untyped_storage().nbytes() == made.numel() * made.element_size()):
                     torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).zero_()
 
         return materialise
