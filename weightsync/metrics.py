@@ -148,11 +148,14 @@ class Recorder:
             "weightsync_last_broadcast_bytes_per_second", "Those bytes by the time that the slowest engine took to receive them.", **new
         )
         self._committed.set(-1)
+        for outcome in (UpdateState.COMMITTED, UpdateState.ABORTED):
+            self._updates.labels(str(outcome))  # from 0 on, so that the first one shows as a rise
 
     def _make_engine_gauges(self, **new: Any) -> None:
         def gauge(name: str, about: str, *labels: str) -> Gauge:
             return Gauge(f"weightsync_{name}", about, ["engine", *labels], **new)
 
+        self._workers = gauge("engine_workers", "vLLM workers of an engine; 0 while it starts.")
         self._version = gauge("engine_version", "Version an engine holds; -1 if none.")
         self._behind = gauge("engine_staleness_updates", "Updates committed since the one that an engine holds; left out if it holds none.")
         self._age = gauge("engine_staleness_seconds", "Time since an engine committed last; left out before its first.")
@@ -170,7 +173,8 @@ class Recorder:
         self._limit = gauge("probe_limit_nats", "How far they may be off.", "against")
         self._named = gauge("probe_named", "1 if the last probe found the fault in this engine, 0 if it probed it and did not.")
         self._of_engines = (
-            self._version, self._behind, self._age, self._silence, self._slots, self._retained, self._staging, self._rollback,
+            self._workers, self._version, self._behind, self._age, self._silence, self._slots,
+            self._retained, self._staging, self._rollback,
         )  # fmt: skip
 
     @_never_fails
@@ -254,6 +258,7 @@ class Recorder:
             self._known.add(engine.engine)
             for what in _DRIFT:
                 self._drift.labels(ordinal, what)  # from 0 on, so that the first one shows as a rise
+        self._workers.labels(ordinal).set(engine.workers)
         self._version.labels(ordinal).set(-1 if engine.version is None else engine.version)
         if behind is not None:
             self._behind.labels(ordinal).set(behind)

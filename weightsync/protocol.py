@@ -12,6 +12,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.checked import EngineCheck as EngineCheck
+from weightsync.checked import FleetCheck as FleetCheck
+from weightsync.checked import WorkerCheck as WorkerCheck
 from weightsync.manifest import DTYPE_BYTES as DTYPE_BYTES
 from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from weightsync.manifest import MAX_TENSORS as MAX_TENSORS
@@ -203,6 +206,7 @@ class BeginOrder:
         hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
+        traceparent: of the trainer's span (`tracing`); empty if there is none.
         plan: whether layers that keep what is loaded may be written as copies, once an update like this one has shown which.
     """
 
@@ -220,6 +224,7 @@ class BeginOrder:
     keep_in: str = ""
     restores: str = ""
     rewinds: int = 0
+    traceparent: str = ""
     plan: bool = True
 
     @property

@@ -1,8 +1,9 @@
 """Faults on order in a real engine's worker: this folder on PYTHONPATH, and FAULT_FILE with what is to fail.
 
-The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`; or `poke` and `rebind`,
+The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify`, `either` or `check`; or `poke` and `rebind`,
 behind which the proof has passed, and weights change that nobody has sent: in place, or by another tensor, which captured graphs do not
-read), `at` (tensors that are loaded before it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
+read), `at` (tensors that are loaded before it fails; for a check the parameter in which a bit is flipped before it is read) and `times`,
+which each fault counts down. Nothing fails while there is no file.
 
 Not covered: faults outside a worker.
 """
@@ -69,8 +70,10 @@ def poke(model: Any, *, in_place: bool) -> None:
 
 def break_(module: Any) -> None:
     """Put the faults around the applier's steps."""
+    import torch  # not before: every process of an engine loads this file
+
     applier = module.Applier
-    stock_load, stock_prove = applier._load, applier._prove
+    stock_load, stock_prove, stock_check = applier._load, applier._prove, applier.check
 
     def load(self: Any, incoming: Any) -> Any:
         fault = due(self, "apply")
@@ -87,7 +90,12 @@ def break_(module: Any) -> None:
                 poke(self.model, in_place=step == "poke")
         return found
 
-    applier._load, applier._prove = load, prove
+    def check(self: Any, anew: bool) -> Any:
+        if anew and (fault := due(self, "check")):
+            list(self.model.parameters())[fault["at"]].view(-1)[:1].view(torch.uint8)[0] ^= 1
+        return stock_check(self, anew)
+
+    applier._load, applier._prove, applier.check = load, prove, check
 
 
 class Finder(importlib.abc.MetaPathFinder):

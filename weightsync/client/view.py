@@ -18,7 +18,7 @@ from weightsync.client.rollouts import Rollouts
 from weightsync.codec import decode, encode
 from weightsync.errors import WeightSyncError
 from weightsync.mismatch import Tallies
-from weightsync.protocol import EngineStatus, FleetStatus, Observation, UpdateStatus
+from weightsync.protocol import EngineStatus, FleetCheck, FleetStatus, Observation, UpdateStatus
 from weightsync.results import Attachment, Generation
 
 CONTROL_SECONDS = 30.0
@@ -197,6 +197,19 @@ class View:
             return decode(FleetStatus, self._http.post(path, body, 4 * CONTROL_SECONDS))
         finally:
             self._rollouts.forget()
+
+    def check(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetCheck:
+        """Have engines digest their live weights anew, while they serve, and compare them with what was sent (`worker.rereading`).
+
+        Args:
+            engines: ordinals; all that have started when empty.
+            timeout_seconds: how long an engine may take.
+
+        Raises:
+            Refused: there is no such engine. What stands against an engine, or why it can't be checked, is in the answer.
+        """
+        body = {"engines": list(engines), "timeout_seconds": timeout_seconds}
+        return decode(FleetCheck, self._http.post("/v1/check", body, timeout_seconds + 3 * CONTROL_SECONDS))
 
     def abort(self, update_id: str, reason: str = "asked for") -> UpdateStatus:
         """End an update, of any trainer, that is not being applied yet; engines serve the version they had. Its trainer gets `Aborted`.

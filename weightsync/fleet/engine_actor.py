@@ -25,10 +25,11 @@ from typing import Any
 import ray
 import uvicorn
 
-from weightsync import config
+from weightsync import config, logs, tracing
 from weightsync.codec import decode, encode
 from weightsync.errors import EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError, WorkersSilent
 from weightsync.fleet import placement, vllm_api
+from weightsync.fleet.adopting import Adopted
 from weightsync.fleet.calls import answers
 from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate, http_settings
@@ -42,6 +43,7 @@ from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
+from weightsync.fleet.telling import Telling
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 from weightsync.transport import network
@@ -53,7 +55,7 @@ _LINGER_SECONDS = 2.0
 CORE_DIED = "engine_core_died"
 
 
-class EngineActor(Handing, Holding, Resting, Probed):
+class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -64,6 +66,9 @@ class EngineActor(Handing, Holding, Resting, Probed):
     def __init__(self, ordinal: int, settings: dict[str, Any]) -> None:
         self._ordinal = ordinal
         self._settings = config.restore(settings)
+        logs.install(self._settings.log)
+        tracing.install("weightsync-engine")
+        self._trace = ""  # of the update that it was told last
         self._incarnation = f"{ordinal}-{time.time_ns():x}"
         self._engine: vllm_api.Engine | None = None
         self._server: uvicorn.Server | None = None
@@ -219,6 +224,7 @@ class EngineActor(Handing, Holding, Resting, Probed):
             raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
         self._require_answering()
         self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"], order["request"]["timeout_seconds"])}
+        self._trace = order.get("traceparent", "")
         return await self._workers_say("weightsync_begin", self._place(order))
 
     def _require_idle(self) -> None:
@@ -226,17 +232,6 @@ class EngineActor(Handing, Holding, Resting, Probed):
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-
-    @answers
-    async def poll(self) -> list[dict[str, Any]]:
-        """Every worker's report, by rank."""
-        return await self._workers_say("weightsync_poll")
-
-    @answers
-    async def contract(self) -> list[dict[str, Any]]:
-        """Every worker's storage contract, by rank; not while an update is being applied, which keeps the workers."""
-        self._require_idle()
-        return await self._workers_say("weightsync_contract")
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
@@ -273,6 +268,7 @@ class EngineActor(Handing, Holding, Resting, Probed):
                 verdict = await self._commit(update_id, version)
             if verdict.committed:
                 self._rewinds, self._committed = rewinds, time.time()
+            self._tell_of(update_id, version, verdict)
             return verdict
         finally:
             self._settled.set()

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from weightsync.codec import decode
-from weightsync.config import SyncSettings
 from weightsync.errors import PinRefused, Refused, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger
 from weightsync.mismatch import ProbeAnswer
+from weightsync.protocol import EngineCheck, WorkerCheck
+from weightsync.sections import SyncSettings
 
 
 class Orders:
@@ -59,8 +60,7 @@ class Orders:
             WeightSyncError: the first engine's that failed, when all have answered.
         """
         self._require_there(engines)
-        started = [o for o in sorted(self.ordinals) if (known := self._ledger.engines.get(o)) is None or known.workers]
-        await self._tell(dict.fromkeys(engines or started), order, seconds=timeout_seconds)
+        await self._tell(dict.fromkeys(engines or self._started()), order, seconds=timeout_seconds)
 
     async def contract(self, ordinal: int) -> list[dict[str, Any]]:
         """What every worker of an engine says of its storage contract, by rank: plain `ContractAnswer`s.
@@ -92,6 +92,29 @@ class Orders:
         seconds = self._sync.control_timeout_seconds
         answer = await call(self.handle(ordinal).retire, update_id, reason, timeout_seconds=seconds, engine=ordinal)
         await self._take_in(answer["status"])
+
+    async def check(self, engines: Sequence[int], timeout_seconds: float) -> tuple[EngineCheck, ...]:
+        """Have every worker read its live storage again, all engines at once; all that have started when none is named.
+
+        Raises:
+            Refused: there is no engine of such an ordinal. What one can't do is said in its place.
+        """
+        self._require_there(engines)
+
+        async def one(ordinal: int) -> EngineCheck:
+            most, known = timeout_seconds + self._sync.control_timeout_seconds, self._ledger.engines.get(ordinal)
+            version = known.version if known else None
+            try:
+                found = await call(self.handle(ordinal).check, timeout_seconds, timeout_seconds=most, engine=ordinal)
+            except WeightSyncError as exc:
+                return EngineCheck(ordinal, version, False, error=exc.to_dict())
+            workers = tuple(decode(WorkerCheck, worker) for worker in found)
+            return EngineCheck(ordinal, version, all(worker.ok for worker in workers), workers)
+
+        return tuple(await asyncio.gather(*map(one, dict.fromkeys(engines or self._started()))))
+
+    def _started(self) -> list[int]:
+        return [o for o in sorted(self.ordinals) if (known := self._ledger.engines.get(o)) is None or known.workers]
 
     async def pin(self, engines: Sequence[int], name: str, version: int) -> None:
         """Have engines keep a version that they serve; all of them, or none.

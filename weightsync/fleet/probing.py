@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from weightsync.config import SyncSettings
 from weightsync.errors import VerdictNotOk, WeightSyncError
 from weightsync.fleet.compared import Baselines, apart, from_most
 from weightsync.fleet.ledger import Ledger, Update
@@ -27,6 +26,7 @@ from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
 from weightsync.mismatch import ProbeAnswer, ProbeReport
 from weightsync.protocol import EngineState, EngineVerdict
+from weightsync.sections import SyncSettings
 
 logger = logging.getLogger(__name__)
 

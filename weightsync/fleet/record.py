@@ -49,6 +49,7 @@ class Update:
     base_version: int | None = None  # what it builds on, with a scope
     base_update: str = ""
     probe: ProbeReport | None = None
+    trace: str = ""  # `traceparent` of its trainer's span
     left_out: tuple[EngineVerdict, ...] = ()  # engines that could not take part, or hold another base
 
     def __post_init__(self) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightsync.codec import decode, encode
-from weightsync.config import SyncSettings
 from weightsync.errors import DeadlineExceeded, HeldBack, UpdateConflict, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
@@ -29,6 +28,7 @@ from weightsync.fleet.membership import Membership
 from weightsync.fleet.roster import Roster
 from weightsync.fleet.waves import reachable
 from weightsync.protocol import CommunicatorInfo, EngineVerdict, UpdateRequest
+from weightsync.sections import SyncSettings
 
 logger = logging.getLogger(__name__)
 

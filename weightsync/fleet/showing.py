@@ -20,7 +20,7 @@ from weightsync.fleet.probing import Probing
 from weightsync.fleet.roster import Roster
 from weightsync.metrics import Recorder
 from weightsync.mismatch import Tallies
-from weightsync.protocol import FleetStatus
+from weightsync.protocol import FleetCheck, FleetStatus
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class Showing:
         return self._status()
 
     @answers
-    async def updates(self) -> list[dict[str, Any]]:
-        """`UpdateStatus` of every update that is remembered, newest first."""
-        return [encode(update.status) for update in self._ledger.list()]
+    async def updates(self, limit: int) -> list[dict[str, Any]]:
+        """`UpdateStatus` of the updates that are remembered, newest first; so many at most."""
+        return [encode(update.status) for update in self._ledger.list()[:limit]]
 
     @answers
     async def update(self, update_id: str) -> dict[str, Any]:
@@ -103,6 +103,11 @@ class Showing:
             logger.warning("engine %d stands out among those that a trainer's samples are of: %s", engine, told.engines)
         self._recorder.observed(told)
         return dict(encode(told))
+
+    async def check(self, engines: list[int], timeout_seconds: float) -> dict[str, Any]:
+        """Have engines read their live storage again, while they serve (`Orders.check`). `FleetCheck`."""
+        found = await self._roster.check(engines, timeout_seconds)
+        return dict(encode(FleetCheck(self._ledger.committed_version, all(engine.ok for engine in found), found)))
 
     @answers
     async def metrics(self) -> str:

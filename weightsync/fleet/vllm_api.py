@@ -15,9 +15,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from weightsync.config import EngineSettings
 from weightsync.errors import InternalError, UnsupportedEngine, VerdictNotOk
 from weightsync.fleet.reports import Inventory
+from weightsync.sections import EngineSettings
 
 logger = logging.getLogger(__name__)
 
