@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weightsync.client.attach import attachment
@@ -51,6 +51,7 @@ class View:
         engine: int | None = None,
         pin: str | None = None,
         timeout_seconds: float = 120.0,
+        extra: Mapping[str, Any] | None = None,
     ) -> Generation:
         """One completion from an engine that serves; see `rollouts.Rollouts.generate` for errors.
 
@@ -61,6 +62,7 @@ class View:
             seed: makes sampling repeatable.
             engine: ordinal, to ask just this one, pinned or not.
             pin: ask those alone that this pin holds, and only for the version it holds. Without either, pinned engines are not asked.
+            extra: more of vLLM's `SamplingParams` (`top_k`, `min_p`, `repetition_penalty` …), over those above.
         """
         sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -70,6 +72,7 @@ class View:
             "ignore_eos": ignore_eos,
             "detokenize": False,
             **({} if seed is None else {"seed": seed}),
+            **(extra or {}),
         }
         return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine, pin)
 
