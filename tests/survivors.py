@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 TOKEN = "survivors"
 ENGINES = 4
 BUCKET = 64 << 10
-#: Deadlines of these fleets, seconds.
-UPDATE, CONTROL = 3.0, 1.0
+#: Deadlines of these fleets, seconds; and how long workers may be silent.
+UPDATE, CONTROL, SILENCE = 3.0, 1.0, 2.0
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -113,6 +113,9 @@ class Worker:
         self._joining, self._receiver, self.held = Joining(CPU, 0), None, Held()
         self._state, self.values = "none", dict[str, float]()
 
+    def sign(self, folder: str, number: int) -> WorkerReport:
+        return WorkerReport(0, "", "none")
+
     def begin(self, order: dict[str, Any]) -> WorkerReport:
         begun = decode(BeginOrder, order)
         if self._receiver is not None and self._receiver.order.request.update_id != begun.request.update_id:
@@ -170,11 +173,13 @@ class Core:
     alive = True
 
     def __init__(self) -> None:
-        self.worker, self.slow_seconds, self.inventory = Worker(), 0.0, Inventory()
+        self.worker, self.slow_seconds, self.hangs, self.inventory = Worker(), 0.0, False, Inventory()
         self.writes: dict[str, int] = {}
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         name = method.removeprefix("weightsync_")
+        while self.hangs:
+            await asyncio.sleep(0.01)
         if name == "apply":
             self.writes[args[0]] = self.writes.get(args[0], 0) + 1
             await asyncio.sleep(self.slow_seconds)
@@ -202,11 +207,13 @@ def settings(folder: str, **more: Any) -> dict[str, Any]:
         "apply_timeout_seconds": UPDATE,
         **more,
     }
-    return config.dump(config.load({"engine.model": folder, "engine.count": ENGINES, **{f"sync.{key}": v for key, v in sync.items()}}))
+    engine = {"engine.model": folder, "engine.count": ENGINES, "engine.silence_seconds": SILENCE}
+    return config.dump(config.load({**engine, **{f"sync.{key}": v for key, v in sync.items()}}))
 
 
 def run_engine(state: dict[str, Any], ordinal: int, port: int, told: dict[str, Any]) -> None:
     from weightsync.fleet.engine_actor import EngineActor
+    from weightsync.fleet.scratch import Scratch
 
     class Watched(EngineActor):
         """Notes when it goes into which state, by the clock that all processes share."""
@@ -221,6 +228,8 @@ def run_engine(state: dict[str, Any], ordinal: int, port: int, told: dict[str, A
         actor._engine, actor._url, actor._reason, actor._places = Core(), f"http://127.0.0.1:{port}", "pending_weights", [None]
         actor._starting = asyncio.get_running_loop().create_future()
         actor._starting.set_result(None)
+        actor._scratch = Scratch(f"survivor-{ordinal}")
+        actor._begin_watch()
         if actor._settings.sync.retain_engines:
             actor._open_shelf(f"actor-{ordinal}")
         return actor
@@ -240,6 +249,11 @@ def states(state: dict[str, Any]) -> list[tuple[float, str]]:
 
 def slow_down(state: dict[str, Any], seconds: float) -> None:
     state["actor"]._engine.slow_seconds = seconds
+
+
+def hang(state: dict[str, Any], hangs: bool) -> None:
+    """The worker answers nothing, or does again; its engine's actor answers all the time."""
+    state["actor"]._engine.hangs = hangs
 
 
 def say_no(state: dict[str, Any], why: str) -> None:

@@ -50,6 +50,7 @@ GUARDED = [
     ("POST", "/v1/scale"),
     ("POST", "/v1/pin"),
     ("POST", "/v1/unpin"),
+    ("POST", "/v1/observe"),
 ]
 each_guarded = pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{method} {path}" for method, path in GUARDED])
 
@@ -273,6 +274,8 @@ CASES = [
     ((engine(0), engine(1, EngineState.ASLEEP, 3)), 3, 1, True, ("engine_asleep",)),
     ((engine(0, EngineState.ASLEEP, None),), 3, 1, False, ("too_few_engines_ready", "engine_asleep")),
     ((engine(0), engine(1, EngineState.PAUSED, 3)), 3, 2, False, ("too_few_engines_ready", "engine_paused")),
+    ((engine(0), engine(1, EngineState.SILENT, 3)), 3, 1, True, ("engine_silent",)),
+    ((engine(0, EngineState.SILENT, 3),), 3, 1, False, ("too_few_engines_ready", "engine_silent")),
     ((engine(0, EngineState.UPDATING, 3),), 3, 1, False, ("too_few_engines_ready",)),
     ((engine(0, EngineState.SERVING, 0),), 0, 1, True, ()),
     ((engine(0), dataclasses.replace(engine(1, EngineState.SERVING, 2), pinned="eval")), 3, 1, True, ()),

@@ -142,6 +142,13 @@ def test_a_status_names_an_update_that_is_under_way_and_none_that_has_ended(show
     assert "u-9" not in shows(replace(fleet(engine(0)), update=replace(update, state=UpdateState.COMMITTED)))
 
 
+@pytest.mark.parametrize(("ranks", "who"), [((), "its workers do"), ((1, 3), "worker 1, 3 of 4 does")])
+def test_a_status_says_whose_workers_are_silent_and_for_how_long(shows: Shows, ranks: tuple[int, ...], who: str) -> None:
+    hangs = replace(engine(1, EngineState.SILENT), workers=4, reason="workers_silent", silence_seconds=75.3, silent_workers=ranks)
+    shown = shows(fleet(engine(0), hangs), width=200)
+    assert f"engine 1: {who} not answer, for 75 s" in shown and "workers_silent" in shown and "engine 0:" not in shown
+
+
 OF_AN_UPDATE = "3f2b8c1e9d6a4f0b8c7d5e6f7a8b9c0d"
 HEALTHY = replace(
     engine(0, version=120), update_id=OF_AN_UPDATE, url="http://127.0.0.1:34567", retained=Retained("u", 3, 0, 1, "h", 16 * 10**9, "u")

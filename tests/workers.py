@@ -128,9 +128,9 @@ class Received:
         self.draining = False
         self.seconds: dict[str, float] = {}
         manifest = order.request.manifest
-        plan = plan_buckets(manifest, order.request.bucket_bytes)
-        data = torch.zeros(plan.stream_bytes, dtype=torch.uint8)
-        self.into: Whole | None = Whole(manifest, plan, data)
+        self.plan = plan_buckets(manifest, order.request.bucket_bytes)
+        data = torch.zeros(self.plan.stream_bytes, dtype=torch.uint8)
+        self.into: Whole | None = Whole(manifest, self.plan, data)
         self.digests = {}
         for index, spec in enumerate(manifest.tensors):
             self.into.tensor(index).copy_(Received.arriving[spec.name])

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 import weightsync
 from weightsync import config
 from weightsync.errors import ConfigError, InternalError, Refused, WeightSyncError
+from weightsync.sections import ApiSettings
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_client(check)
     check.set_defaults(run=_check)
 
-    stop = commands.add_parser("stop", help="end a fleet that a killed `serve` left behind")
+    stop = commands.add_parser("stop", help="end a fleet that an earlier `serve` left behind")
     stop.add_argument("--fleet", default="default")
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)
@@ -182,7 +183,7 @@ def _help(field: Any) -> str:
 
 
 def _add_client(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=f"http://127.0.0.1:{config.ApiSettings().port}", help="the service (default %(default)s)")
+    parser.add_argument("--url", default=f"http://127.0.0.1:{ApiSettings().port}", help="the service (default %(default)s)")
     parser.add_argument("--token-file", type=Path, default=config.default_state_dir() / "default" / "token", help="default %(default)s")
 
 

@@ -12,6 +12,7 @@
     │   ├── PinRefused         engines can't be pinned so, or a pin holds them
     │   ├── UpdateConflict     another update is under way; names it
     │   ├── MemoryRefused      staging or a bucket would not fit
+    │   ├── SamplesRefused     what `observe` was given can't be; names the sample
     │   └── NoEngineReady      no engine can take the request
     │       └── EngineUpdating  it is being updated, and takes none meanwhile
     ├── UpdateFailed           the update began and did not commit
@@ -24,6 +25,7 @@
     │   └── Aborted            somebody ended the update
     ├── DeadlineExceeded       the call's own deadline passed
     ├── EngineDied             an engine's process is gone
+    │   └── WorkersSilent      it lives, and its workers don't answer
     ├── UnsupportedEngine      this vLLM, model or kernel has not been proved
     │   └── UnknownVllm        this vLLM, or a function of it, is not one that was proved
     ├── GenerationFailed       a rollout request failed
@@ -186,6 +188,12 @@ class MemoryRefused(Refused):
     code, http_status = "memory_refused", 507
 
 
+class SamplesRefused(Refused):
+    """Samples for `observe` have shapes, lengths or numbers that can't be; the message names the sample. Nothing was counted."""
+
+    code, http_status = "samples_refused", 422
+
+
 class NoEngineReady(Refused):
     """No engine can take the request now."""
 
@@ -256,6 +264,12 @@ class EngineDied(WeightSyncError):
     """An engine's process is gone."""
 
     code, http_status, retryable_by_default = "engine_died", 503, True
+
+
+class WorkersSilent(EngineDied):
+    """An engine's process answers and its workers do not: they hang, or are stopped. As good as dead until they answer."""
+
+    code = "workers_silent"
 
 
 class UnsupportedEngine(WeightSyncError):

@@ -20,6 +20,12 @@ from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from weightsync.manifest import MAX_TENSORS as MAX_TENSORS
 from weightsync.manifest import Manifest as Manifest
 from weightsync.manifest import TensorSpec as TensorSpec
+from weightsync.mismatch import Mismatch as Mismatch
+from weightsync.mismatch import Observation as Observation
+from weightsync.mismatch import ProbeAnswer as ProbeAnswer
+from weightsync.mismatch import ProbeReport as ProbeReport
+from weightsync.mismatch import Tallies as Tallies
+from weightsync.mismatch import Tally as Tally
 from weightsync.place import Place as Place
 from weightsync.place import Retained as Retained
 from weightsync.report import ContractAnswer as ContractAnswer
@@ -27,7 +33,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
@@ -70,11 +76,14 @@ class EngineState(enum.StrEnum):
     QUARANTINED = "quarantined"  # failed; serves nothing until it holds a verified version
     ASLEEP = "asleep"  # its memory was given back; takes no update
     LEAVING = "leaving"  # lets its requests end, and is gone then
+    SILENT = "silent"  # its workers don't answer; does again what it did before when they do
     DEAD = "dead"
 
 
 #: What engines do that hold the version which they say.
 HOLDING = (EngineState.SERVING, EngineState.PAUSED)
+#: What engines do that can be told nothing.
+GONE = (EngineState.DEAD, EngineState.SILENT)
 
 
 @dataclass(frozen=True)
@@ -284,7 +293,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class UpdateStatus:
-    """One update, as the ledger knows it; `rewind` when it asked to go back."""
+    """One update, as the ledger knows it; `rewind` when it asked to go back, `probe` what one found behind its commit."""
 
     update_id: str
     version: int
@@ -297,6 +306,7 @@ class UpdateStatus:
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
     rewind: bool = False
+    probe: ProbeReport | None = None
 
 
 @dataclass(frozen=True)
@@ -320,6 +330,8 @@ class EngineStatus:
             the version before. None when it did.
         paused: an operator has paused it: when it would serve, it says `paused` until it is resumed.
         committed_unix_seconds: when it committed last; None before the first time of its process.
+        silence_seconds: how long its workers have owed an answer, whatever they were asked; 0 if none is owed.
+        silent_workers: when it is silent, ranks of those that have not answered while others have; empty where that is not known.
         slots: how many its storage contract has, by class; summed over workers, as `memory` is.
         memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
     """
@@ -339,6 +351,8 @@ class EngineStatus:
     failed: dict[str, Any] | None = None
     paused: bool = False
     committed_unix_seconds: float | None = None
+    silence_seconds: float = 0.0
+    silent_workers: tuple[int, ...] = ()
     slots: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
 
@@ -350,6 +364,8 @@ class FleetStatus:
     Attributes:
         ready: engines that serve the committed version; pinned ones don't count.
         rewinds: how often it has gone back to an earlier version.
+        observed: what trainers have said of late of their samples (`observe`), by engine and how many updates they were behind.
+        probe: what the last probe found, also one behind a rejoin; None before the first.
     """
 
     fleet: str
@@ -359,6 +375,8 @@ class FleetStatus:
     update: UpdateStatus | None
     protocol_version: int = PROTOCOL_VERSION
     rewinds: int = 0
+    observed: tuple[Mismatch, ...] = ()
+    probe: ProbeReport | None = None
 
     def staleness(self, version: int | None) -> int | None:
         """How far what was sampled from `version` is behind the committed one, never below 0.

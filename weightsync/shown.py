@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.errors import WeightSyncError
-from weightsync.protocol import EngineStatus, FleetCheck, FleetStatus
+from weightsync.mismatch import BEHIND, standing_out
+from weightsync.protocol import EngineState, EngineStatus, FleetCheck, FleetStatus
 
 #: Columns as they are shown.
 _COLUMNS = ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason")
@@ -85,10 +86,26 @@ def _below(status: FleetStatus, left_out: list[str]) -> Iterator[str]:
         yield f"no room for: {', '.join(left_out)} (widen the terminal, or --json)"
     if (update := status.update) is not None and not update.state.final:
         yield f"update {update.update_id} to version {update.version} is under way ({update.state})"
+    yield from _mismatch(status)
     for engine in status.engines:
+        if engine.state == EngineState.SILENT:
+            who = ", ".join(map(str, engine.silent_workers))
+            about = f"worker {who} of {engine.workers} does" if who else "its workers do"
+            yield f"engine {engine.engine}: {about} not answer, for {engine.silence_seconds:.0f} s"
         if engine.failed:
             error = WeightSyncError.from_dict(engine.failed)
             yield f"engine {engine.engine}, last update: {error.code}: {error}"
+
+
+def _mismatch(status: FleetStatus) -> Iterator[str]:
+    """What probes and trainers' samples say of engines."""
+    if status.probe is not None:
+        yield from (f"probe of version {status.probe.version}: {said}" for said in status.probe.said)
+    named = standing_out(status.observed)
+    for behind in BEHIND:
+        of = [f"engine {m.engine} {m.difference:.3g}" + " (!)" * (m.engine in named) for m in status.observed if m.behind == behind]
+        if of:
+            yield f"trainer and rollout differ, {behind} updates behind, nats a token: {', '.join(of)}"
 
 
 def show_check(found: FleetCheck, console: Console | None = None) -> None:

@@ -116,6 +116,7 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
     _fleet_routes(guarded, controller, control_seconds)
     _order_routes(guarded, controller, control_seconds)
     _update_routes(guarded, controller, control_seconds)
+    _sample_routes(guarded, controller, control_seconds)
     app.include_router(guarded)
     return app
 
@@ -255,13 +256,8 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
 
     @router.post("/updates", summary="Begin an update", status_code=201, response_model=None, responses=admitted, openapi_extra=about)
     async def begin(request: Request) -> dict[str, Any]:
-        # Not a pydantic model: the controller decodes it once, by the same code as every other message.
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as exc:
-            raise Refused(f"the body is not JSON: {exc}", hint="Send an UpdateRequest") from None
         trace = tracing.valid(request.headers.get("traceparent", ""))
-        return dict(await controller.ask("begin", body, trace, timeout_seconds=4 * seconds))
+        return dict(await controller.ask("begin", await _json(request, "UpdateRequest"), trace, timeout_seconds=4 * seconds))
 
     @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts", **shown)
     async def commit(update_id: str, body: Annotated[CommitBody, Depends(_commit_body)]) -> dict[str, Any]:
@@ -270,6 +266,20 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
     @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied", **shown)
     async def abort(update_id: str, body: AbortBody | None = None) -> dict[str, Any]:
         return dict(await controller.ask("abort", update_id, (body or AbortBody()).reason, timeout_seconds=2 * seconds))
+
+
+def _sample_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
+    async def observe(request: Request) -> dict[str, Any]:
+        return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
+
+
+async def _json(request: Request, message: str) -> Any:
+    """A body that is no pydantic model: the controller decodes it once, by the same code as every other message."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as exc:
+        raise Refused(f"the body is not JSON: {exc}", hint=f"Send {message}") from None
 
 
 def _commit_body(body: CommitBody | None = None) -> CommitBody:

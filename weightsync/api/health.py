@@ -10,6 +10,17 @@ from dataclasses import dataclass
 
 from weightsync.protocol import EngineState, FleetStatus
 
+#: What engines do that serve nothing, and not just for an update.
+_OUT = (
+    EngineState.PENDING,
+    EngineState.PAUSED,
+    EngineState.ASLEEP,
+    EngineState.LEAVING,
+    EngineState.QUARANTINED,
+    EngineState.SILENT,
+    EngineState.DEAD,
+)
+
 
 @dataclass(frozen=True)
 class Readiness:
@@ -37,8 +48,7 @@ def readiness(status: FleetStatus, min_ready: int) -> Readiness:
         reasons.append("no_committed_version")
     if status.ready < min_ready:
         reasons.append("too_few_engines_ready")
-    states = EngineState.PENDING, EngineState.PAUSED, EngineState.ASLEEP, EngineState.LEAVING, EngineState.QUARANTINED, EngineState.DEAD
-    for state in states:
+    for state in _OUT:
         if any(e.state == state for e in status.engines):
             reasons.append(f"engine_{state}")
     if any(e.state == EngineState.SERVING and not e.pinned and e.version != status.committed_version for e in status.engines):

@@ -1,7 +1,7 @@
 """`weightsync serve`: bring the fleet up, answer HTTP, take down what was started.
 
-SIGINT and SIGTERM end everything in order; a kill leaves the fleet running, and
-the next `serve` adopts it.
+SIGINT and SIGTERM end everything in order. A kill, or with `leave_fleet` these signals too, leaves the fleet running,
+and the next `serve` adopts it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def serve(settings: config.Settings) -> int:
         code = 2 if isinstance(exc, ConfigError) else 1
     finally:
         sock.close()
-        await cluster.stop(keep_logs=bool(code))  # what failed is in there
+        await cluster.stop(failed=bool(code))
     return code
 
 

@@ -37,8 +37,10 @@ from weightsync.fleet import placement
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
+from weightsync.fleet.observed import Observed
 from weightsync.fleet.operating import Operating
 from weightsync.fleet.pins import Pins
+from weightsync.fleet.probing import Probing
 from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
 from weightsync.fleet.scaling import Scaling
@@ -77,8 +79,10 @@ class Controller(Operating):
         self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger, sync)
         # The first generation rises over restarts of the controller.
         self._membership = Membership(sync, 0, time.time_ns() // 1_000_000)
-        self._rejoin = Rejoin(self._roster, self._ledger, self._membership, sync, self._recorder.rejoined)
+        self._rejoin = Rejoin(self._roster, self._ledger, self._membership, sync, self._rejoined)
+        self._probing = Probing(self._roster, self._ledger, self._rejoin, sync, self._recorder.probed)
         self._scaling = Scaling(self._settings, self._roster, self._ledger)
+        self._observed = Observed()
         self._staged: dict[str, asyncio.Event] = {}
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
@@ -272,6 +276,7 @@ class Controller(Operating):
             if times := [v.seconds[phase] for v in verdicts if phase in v.seconds]:
                 update.seconds[phase] = max(times)
         update.seconds["commit"] = time.monotonic() - began
+        verdicts = await self._probing.behind(update, verdicts)
         if not self._ledger.conclude(update, verdicts, time.time()):
             failed = next(v for v in verdicts if not v.committed)
             update.error = failed.error
@@ -295,6 +300,11 @@ class Controller(Operating):
             spans.append(("commit", ended - took, ended))
         about = {"update_id": status.update_id, "version": status.version, "state": str(status.state), "bytes": status.nbytes}
         tracing.record("weightsync update", update.trace, began, ended, spans, about, (status.error or {}).get("code", ""))
+
+    def _rejoined(self, outcome: str, *about: Any, **more: Any) -> None:
+        self._recorder.rejoined(outcome, *about, **more)
+        if outcome == "committed":
+            self._probing.look()
 
     def _known(self, update_id: str) -> Update:
         update = self._ledger.get(update_id)

@@ -1,12 +1,12 @@
 """One engine: a Ray actor around one vLLM AsyncLLM.
 
-Answers about itself from its own event loop, whatever its workers do. Holds its
+Answers about itself from its own event loop, whatever its workers do, and says so when those are silent (`watching`). Holds its
 committed version and update id. An update is told to it in short calls (`begin`,
 `poll`, `abort`) and one long one (`commit`): pause, apply, verify, caches,
 version, resume; before it requests end, where they shall (`draining`). What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`); pinned it serves what it has
-and takes none (`holding`); paused it serves nothing and takes updates (`pausing`).
+and takes none (`holding`); paused it serves nothing and takes updates (`pausing`). Behind a commit it scores a few prompts (`probed`).
 An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines that come later `handing` sends.
 
 Not covered: which of its requests an update interrupted.
@@ -27,15 +27,17 @@ import uvicorn
 
 from weightsync import config, logs, tracing
 from weightsync.codec import decode, encode
-from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError
+from weightsync.errors import EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError, WorkersSilent
 from weightsync.fleet import placement, vllm_api
+from weightsync.fleet.adopting import Adopted
 from weightsync.fleet.calls import answers
 from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate, http_settings
 from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
-from weightsync.fleet.ledger import LATE
 from weightsync.fleet.left_out import other_base
+from weightsync.fleet.liveness import Liveness, commit_seconds
+from weightsync.fleet.probed import Probed
 from weightsync.fleet.reports import Inventory, failure, require_ranks
 from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
@@ -53,7 +55,7 @@ _LINGER_SECONDS = 2.0
 CORE_DIED = "engine_core_died"
 
 
-class EngineActor(Handing, Holding, Resting, Telling):
+class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -88,9 +90,11 @@ class EngineActor(Handing, Holding, Resting, Telling):
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
         self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
-        self._told: dict[str, tuple[str, bool]] = {}  # of an update: that whose bytes it brings again, and whether to keep it
+        #: Of an update: that whose bytes it brings again, whether to keep it, and its deadline.
+        self._told: dict[str, tuple[str, bool, float]] = {}
         self._sleeping, self._resting = Sleeping(), asyncio.Lock()
         self._draining = Draining(ordinal, self._settings.sync)
+        self._liveness = Liveness(self._settings.engine.silence_seconds, self._ask_for_sign, self._silence_changed)
 
     @answers
     async def start(self) -> dict[str, Any]:
@@ -105,7 +109,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
         self._scratch = Scratch(actor)
         self._open_shelf(actor)
         os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
-        self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
+        engine = self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
@@ -118,7 +122,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
-        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: self._version)
+        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: engine.stamped)
         self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes, self._died)
         sock = placement.listen(self._settings, self._ordinal)
         self._server = uvicorn.Server(http_settings(self._gate, grace_seconds=1))
@@ -127,6 +131,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
         host, port = sock.getsockname()[:2]
         await asyncio.to_thread(self._scratch.note)  # what all of vLLM's parts have made by now
         self._places = [encode(report.place) if report.place else None for report in sorted(reports, key=lambda report: report.rank)]
+        self._begin_watch()
         self._url, self._reason = f"http://{network.shown(placement.own_address(host), port)}", "pending_weights"
 
     def _token(self) -> str:
@@ -138,6 +143,8 @@ class EngineActor(Handing, Holding, Resting, Telling):
     def _refusal(self) -> str | None:
         if self._died() is not None:
             return CORE_DIED
+        if self._silent:
+            return WorkersSilent.code
         if self._state in (EngineState.SERVING, EngineState.UPDATING) and self._version is not None:
             return None
         return self._reason or str(self._state)
@@ -192,12 +199,14 @@ class EngineActor(Handing, Holding, Resting, Telling):
             model=self._settings.engine.served_model_name,
             workers=len(self._places),
             vllm_version=vllm_api.installed()[1],
-            reason="" if shown == EngineState.SERVING else self._reason or str(shown),
+            reason="" if shown == EngineState.SERVING else WorkersSilent.code if self._silent else self._reason or str(shown),
             rewinds=self._rewinds,
             retained=self._kept(),
             pinned=self._pinned,
             paused=self._draining.paused,
             committed_unix_seconds=self._committed,
+            silence_seconds=self._liveness.seconds,
+            silent_workers=self._silent_workers,
             slots=dict(inventory.slots),
             memory=dict(inventory.memory),
         )
@@ -213,7 +222,8 @@ class EngineActor(Handing, Holding, Resting, Telling):
             raise Refused(f"engine {self._ordinal} is {self._state} and can't take an update", engine=self._ordinal, hint=hint)
         if order["base_update"] and (self._state, self._update_id) != (EngineState.SERVING, order["base_update"]):
             raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
-        self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"])}
+        self._require_answering()
+        self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"], order["request"]["timeout_seconds"])}
         self._trace = order.get("traceparent", "")
         return await self._workers_say("weightsync_begin", self._place(order))
 
@@ -228,7 +238,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
         """End an update in every worker, unless it is being applied: then its verdict ends it."""
         if (task := self._commits.get(update_id)) is not None and not task.done():
             raise UpdateConflict(f"engine {self._ordinal} applies update {update_id}", engine=self._ordinal, hint="Wait for its verdict")
-        return await self._workers_say("weightsync_abort", update_id)
+        return await self._workers_say("weightsync_abort", update_id, owed=update_id in self._told)
 
     @answers
     async def commit(self, update_id: str, version: int, rewinds: int) -> dict[str, Any]:
@@ -236,26 +246,6 @@ class EngineActor(Handing, Holding, Resting, Telling):
         if update_id not in self._commits:
             self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
         return dict(encode(await asyncio.shield(self._commits[update_id])))
-
-    async def _workers_say(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """A call that each worker answers at once; one that hangs must not keep the calls of this actor."""
-        seconds = self._settings.sync.control_timeout_seconds
-        try:
-            return await asyncio.wait_for(self._live().rpc(method, *args), seconds)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"a worker of engine {self._ordinal} did not answer {method} within {seconds:.0f} s",
-                hint="See its log",
-                engine=self._ordinal,
-            ) from None
-
-    @answers
-    async def retire(self, update_id: str) -> None:
-        """Serve nothing until the next update: this one was applied, but the controller had given it up by then."""
-        if self._update_id == update_id and self._state == EngineState.SERVING:
-            self._state, self._reason, self._version = EngineState.QUARANTINED, LATE, None
-            self._clear_shelf()
-            await self._end_requests()
 
     async def _end_requests(self) -> None:
         """Stay paused; end what vLLM has, and what is still on its way into it, with an error that says to come again."""
@@ -272,7 +262,10 @@ class EngineActor(Handing, Holding, Resting, Telling):
     async def _settle(self, update_id: str, version: int, rewinds: int) -> EngineVerdict:
         self._settled.clear()
         try:
-            verdict = await self._commit(update_id, version)
+            # A little shorter than the controller waits, which then hears of it in heartbeats.
+            sync, (_, _, seconds) = self._settings.sync, self._told.get(update_id, ("", False, 0.0))
+            with self._liveness.work(commit_seconds(sync, seconds) - sync.control_timeout_seconds):
+                verdict = await self._commit(update_id, version)
             if verdict.committed:
                 self._rewinds, self._committed = rewinds, time.time()
             self._tell_of(update_id, version, verdict)
@@ -308,7 +301,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
-        restores, keeps = self._told.get(update_id, ("", False))
+        restores, keeps, _ = self._told.get(update_id, ("", False, 0.0))
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, restores or update_id
         if not restores and not keeps:  # another engine keeps this one, and nobody needs the one before
             self._clear_shelf()
@@ -379,6 +372,7 @@ class EngineActor(Handing, Holding, Resting, Telling):
     async def stop(self) -> None:
         """End the HTTP application and vLLM's processes. The actor itself is killed by the caller."""
         self._stopping = True
+        self._end_watch()
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=3)

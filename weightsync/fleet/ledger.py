@@ -21,18 +21,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, Refused, UpdateConflict, VersionRefused, WeightSyncError
+from weightsync.errors import (
+    BaseRefused,
+    EngineDied,
+    NoEngineReady,
+    Refused,
+    UpdateConflict,
+    VersionRefused,
+    WeightSyncError,
+    WorkersSilent,
+)
 from weightsync.fleet.left_out import WHOLE, absent, lost, other_base
 from weightsync.fleet.record import Update as Update
 from weightsync.fleet.waves import require_room
-from weightsync.protocol import (
-    HOLDING,
-    EngineState,
-    EngineStatus,
-    EngineVerdict,
-    UpdateRequest,
-    UpdateState,
-)
+from weightsync.protocol import GONE, HOLDING, EngineState, EngineStatus, EngineVerdict, UpdateRequest, UpdateState
 
 #: Reason of an engine that serves nothing since its commit was answered too late.
 LATE = "late_commit"
@@ -89,7 +91,12 @@ class Ledger:
     @property
     def ready(self) -> int:
         """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
-        return sum(self._holds(e) and e.state == EngineState.SERVING for e in self._following)
+        return len(self.holders)
+
+    @property
+    def holders(self) -> list[EngineStatus]:
+        """Those engines."""
+        return [e for e in self._following if self._holds(e) and e.state == EngineState.SERVING]
 
     def _holds(self, engine: EngineStatus) -> bool:
         """Whether an engine serves, or would if it were not paused, what the update brought that the committed version is of."""
@@ -147,6 +154,16 @@ class Ledger:
         held = _rank(engine)
         return sum(step > held or (step == held and update_id != engine.update_id) for step, update_id in self._steps)
 
+    def behind_version(self, version: int) -> int:
+        """How many updates were committed since the last one that brought this version, as far as this controller has seen them.
+
+        0 for what lies above all of them: an engine of a first wave has it before it counts.
+        """
+        versions = [step[1] for step, _ in self._steps]
+        if version in versions:
+            return versions[::-1].index(version)
+        return sum(step > version for step in versions)
+
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
 
@@ -164,6 +181,11 @@ class Ledger:
         """An engine can't be reached; one that was never seen counts too."""
         unseen = EngineStatus(engine, EngineState.DEAD, None, None, url="", model="", workers=0, vllm_version="")
         self.engines[engine] = replace(self.engines.get(engine, unseen), state=EngineState.DEAD, reason=reason)
+
+    def blame(self, engine: int, error: WeightSyncError) -> None:
+        """An engine has been put out of service for what it committed to before."""
+        if (known := self.engines.get(engine)) is not None:
+            self.engines[engine] = replace(known, failed=error.to_dict())
 
     def lacking(self) -> dict[int, str]:
         """Engines that could hold what the fleet has committed and do not, and the update that brought it to those that do.
@@ -261,7 +283,7 @@ class Ledger:
             EngineDied, NoEngineReady: as in `admit`.
         """
         # An engine without workers is on its way up, and not there yet. One that was lost in a broadcast may answer all the same.
-        gone = [e for e in self._following if e.state == EngineState.DEAD or not e.workers or e.engine in request.without]
+        gone = [e for e in self._following if e.state in GONE or not e.workers or e.engine in request.without]
         asleep = [e for e in self._following if e.state == EngineState.ASLEEP and e not in gone]
         able = tuple(sorted({e.engine for e in self._following} - {e.engine for e in (*gone, *asleep)}))
         # No update is under way here: what an engine still applies was given up, and it refuses another until it ends, if it ever does.
@@ -272,9 +294,11 @@ class Ledger:
             raise NoEngineReady("the fleet has no engine that answers", hint="See `weightsync status`", update_id=request.update_id)
         short = f"{self.require} must commit and {len(able)} can. Nothing was changed"
         if len(able) < self.require and gone:
-            raise EngineDied(
-                f"{len(gone)} engine(s) are dead or starting: {', '.join(f'{e.engine} ({e.reason or LOST})' for e in gone)}; {short}",
-                hint="Wait until it has restarted, start `weightsync serve` again, or set sync.require to a smaller number",
+            silent = all(e.state == EngineState.SILENT for e in gone)
+            kind, what = (WorkersSilent, "silent") if silent else (EngineDied, "dead or starting")
+            raise kind(
+                f"{len(gone)} engine(s) are {what}: {', '.join(f'{e.engine} ({e.reason or LOST})' for e in gone)}; {short}",
+                hint="Wait until it has restarted or answers, start `weightsync serve` again, or set sync.require to a smaller number",
                 engine=gone[0].engine,
                 update_id=request.update_id,
             )

@@ -5,7 +5,7 @@ Not covered: engines that no wave came to (`waves`).
 
 from __future__ import annotations
 
-from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, UpdateConflict
+from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, UpdateConflict, WorkersSilent
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict
 
 WHOLE = "Send a complete update, without a scope"
@@ -23,8 +23,8 @@ def other_base(engine: EngineStatus, version: int | None, update_id: str | None)
 
 def absent(engine: EngineStatus) -> EngineVerdict:
     """Of an engine that an update goes on without."""
-    kind = {EngineState.ASLEEP: NoEngineReady, EngineState.UPDATING: UpdateConflict}.get(engine.state, EngineDied)
-    error = kind(
+    kinds = {EngineState.ASLEEP: NoEngineReady, EngineState.UPDATING: UpdateConflict, EngineState.SILENT: WorkersSilent}
+    error = kinds.get(engine.state, EngineDied)(
         f"engine {engine.engine} was {engine.state} ({engine.reason}) when the update began, and took no part",
         hint="It takes part again when it answers, is awake, and applies nothing",
         engine=engine.engine,

@@ -1,4 +1,4 @@
-"""What the controller has engines do beside updates, as a part of `Roster`: sleep, pauses, pins; and what it asks one engine for.
+"""What the controller has engines do beside updates, as a part of `Roster`: sleep, pauses, pins, probes; and what it asks one engine for.
 
 All that are meant are told at once. When all have answered the first failure is raised; those that did as they were told stay so.
 
@@ -13,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from weightsync.codec import decode
-from weightsync.config import SyncSettings
 from weightsync.errors import PinRefused, Refused, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger
+from weightsync.mismatch import ProbeAnswer
 from weightsync.protocol import EngineCheck, WorkerCheck
+from weightsync.sections import SyncSettings
 
 
 class Orders:
@@ -71,6 +72,26 @@ class Orders:
         self._require_there([ordinal])
         answers = await call(self.handle(ordinal).contract, timeout_seconds=self._sync.control_timeout_seconds, engine=ordinal)
         return list(answers)
+
+    async def probe(self, ordinal: int, update_id: str, seconds: float) -> ProbeAnswer:
+        """How an engine scores the fixed prompts with what an update brought.
+
+        Raises:
+            WeightSyncError: it does not answer.
+            ValueError: its answer is none.
+        """
+        most = seconds + self._sync.control_timeout_seconds
+        return decode(ProbeAnswer, await call(self.handle(ordinal).probe, update_id, seconds, timeout_seconds=most, engine=ordinal))
+
+    async def retire(self, ordinal: int, update_id: str, reason: str) -> None:
+        """Have an engine serve nothing until it gets an update, if it serves this one.
+
+        Raises:
+            WeightSyncError: it does not answer.
+        """
+        seconds = self._sync.control_timeout_seconds
+        answer = await call(self.handle(ordinal).retire, update_id, reason, timeout_seconds=seconds, engine=ordinal)
+        await self._take_in(answer["status"])
 
     async def check(self, engines: Sequence[int], timeout_seconds: float) -> tuple[EngineCheck, ...]:
         """Have every worker read its live storage again, all engines at once; all that have started when none is named.

@@ -13,14 +13,14 @@ import asyncio
 from typing import Any
 
 from weightsync.errors import InternalError
-from weightsync.fleet import vllm_api
 from weightsync.fleet.calls import answers
 from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate
+from weightsync.fleet.watching import Watching
 from weightsync.protocol import EngineState
 
 
-class Pausing:
+class Pausing(Watching):
     """Attributes are those of `EngineActor`. Coroutines marked `answers` are methods of the actor."""
 
     _ordinal: int
@@ -30,20 +30,24 @@ class Pausing:
     _resting: asyncio.Lock
     _settled: asyncio.Event
 
-    def _live(self) -> vllm_api.Engine:
-        raise NotImplementedError
-
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
 
     @property
     def _shown(self) -> EngineState:
         """What the engine does, as everybody else is told."""
-        return EngineState.PAUSED if self._state == EngineState.SERVING and self._draining.paused else self._state
+        if self._silent:
+            return EngineState.SILENT
+        return EngineState.PAUSED if self._stands else self._state
+
+    @property
+    def _stands(self) -> bool:
+        return self._state == EngineState.SERVING and self._draining.paused
 
     @answers
     async def pause(self) -> dict[str, Any]:
         """Generate nothing until `resume`; an update that is being applied ends first. Again is nothing new."""
+        self._require_answering()
         async with self._resting:
             await self._settled.wait()
             if not self._draining.paused:
@@ -58,6 +62,7 @@ class Pausing:
     @answers
     async def resume(self) -> dict[str, Any]:
         """Go on, if the engine serves; else it does when it serves again. One that was not paused stays as it is."""
+        self._require_answering()
         async with self._resting:
             await self._settled.wait()
             # No update can begin before vLLM has been told, so that what it says to stand still comes behind this.
@@ -68,5 +73,5 @@ class Pausing:
 
     async def _stand_still(self) -> None:
         """Freeze what runs, where the engine is paused and serves; what does not serve, or is being written, generates nothing."""
-        if self._shown == EngineState.PAUSED and not await self._live().pause():
+        if self._stands and not await self._live().pause():
             raise InternalError("the engine core did not confirm the pause", engine=self._ordinal)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from weightsync.errors import PinRefused
-from weightsync.protocol import EngineState, EngineStatus
+from weightsync.protocol import GONE, EngineState, EngineStatus
 
 #: What a pin may be called.
 NAME = r"[A-Za-z0-9._-]{1,64}"
@@ -75,7 +75,7 @@ def choose(
         )
     able.sort(key=lambda e: (e.retained is not None, -e.engine))
     chosen = tuple(sorted(e.engine for e in able[:missing]))
-    left = sum(not e.pinned and e.state != EngineState.DEAD and e.engine not in chosen for e in engines)
+    left = sum(not e.pinned and e.state not in GONE and e.engine not in chosen for e in engines)
     wanted = max(1, min(require or 1, len(engines)))
     if left < wanted:
         why = "" if require is None else " (sync.require)"

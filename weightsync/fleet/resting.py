@@ -45,6 +45,7 @@ class Resting(Pausing):
     @answers
     async def sleep(self, level: int) -> dict[str, Any]:
         """Give the GPU's memory back, by one of vLLM's levels; requests end. Asleep at that level already, nothing is done."""
+        self._require_answering()
         async with self._resting:
             if self._state == EngineState.ASLEEP and self._sleeping.level == level:
                 return self._describe()
@@ -59,7 +60,8 @@ class Resting(Pausing):
             self._state, self._reason = EngineState.ASLEEP, "asleep"
             self._draining.go_on(self._gate)
             try:
-                await self._sleeping.prepare(engine, level)
+                with self._liveness.work(self._settings.engine.start_timeout_seconds):
+                    await self._sleeping.prepare(engine, level)
             except Exception:
                 self._state, self._reason = before
                 raise
@@ -71,6 +73,7 @@ class Resting(Pausing):
     @answers
     async def wake(self) -> dict[str, Any]:
         """Take the memory again. Behind level 1 it does what it did before; behind level 2 it has pending weights."""
+        self._require_answering()
         async with self._resting:
             if self._state == EngineState.ASLEEP or self._reason == "sleep_failed":
                 self._state, self._reason = await self._rest(self._sleeping.wake(self._live()))
@@ -107,7 +110,8 @@ class Resting(Pausing):
     async def _rest(self, step: Coroutine[Any, Any, T]) -> T:
         """A step into or out of a sleep, behind whose failure nobody knows what the engine holds."""
         try:
-            return await step
+            with self._liveness.work(self._settings.engine.start_timeout_seconds):
+                return await step
         except Exception as exc:
             self._sleeping.failed()
             self._let_go("it failed to sleep, or to wake")

@@ -2,11 +2,12 @@
 
 Every engine is asked what it is once a second, by a call that touches no worker
 of it; one that does not answer is entered as dead in the ledger, and one that
-answers again with what it says. A host whose link is cut answers nothing and breaks no
+answers again with what it says. One whose workers do not answer says so itself (`watching`), and
+updates go on without it. A host whose link is cut answers nothing and breaks no
 connection: it may cost one update its time, and others a second. One that has applied an update behind the controller's back,
 because its answer came too late, either has what the fleet has, or is told to serve nothing.
 
-Not covered: a worker that hangs while its engine actor answers.
+Not covered: restarting an engine whose workers never answer again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from typing import Any
 import ray
 
 from weightsync.codec import decode, encode
-from weightsync.config import SyncSettings
-from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, TransportFailed, WeightSyncError
+from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, TransportFailed, WeightSyncError, WorkersSilent
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
+from weightsync.fleet.liveness import commit_seconds
 from weightsync.fleet.orders import Orders
 from weightsync.fleet.reports import failure, telling
 from weightsync.fleet.waves import held_back, next_wave
 from weightsync.protocol import BeginOrder, EngineState, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
+from weightsync.sections import SyncSettings
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Roster(Orders):
         self._incarnations: dict[int, str] = {}
         self._places: dict[int, tuple[Place | None, ...]] = {}
         self._silent: dict[int, int] = {}  # heartbeats in a row that were not answered
+        self._hung = set[int]()  # engines that said with their last one that their workers don't answer
+        self._given_up: dict[int, float] = {}  # when an engine's workers did not answer in time, by `time.monotonic()`
         self._starting: dict[int, asyncio.Task[None]] = {}  # engines that were added, and the question to each
 
     async def discover(self) -> None:
@@ -116,6 +120,7 @@ class Roster(Orders):
     async def _ask(self, ordinal: int, waited_for: bool) -> None:
         seconds = min(_TIMEOUT_SECONDS, self._sync.control_timeout_seconds)
         seconds = self._patience(ordinal, seconds) if waited_for else seconds
+        asked = time.monotonic()
         try:
             if ordinal not in self._handles:
                 found = asyncio.to_thread(ray.get_actor, f"engine-{ordinal}", self._namespace)
@@ -132,7 +137,8 @@ class Roster(Orders):
                 self._silent[ordinal] = self._silent.get(ordinal, 0) + 1
             self._lose(ordinal, exc.code)
         else:
-            if ordinal not in self.ordinals:  # it was taken away meanwhile
+            # It was taken away meanwhile, or its workers gave no answer since it said what it says here.
+            if ordinal not in self.ordinals or self._given_up.get(ordinal, asked) > asked:
                 return
             self._silent[ordinal] = 0
             self._note_restart(ordinal, answer["incarnation"])
@@ -142,6 +148,7 @@ class Roster(Orders):
     async def _take_in(self, plain: dict[str, Any]) -> None:
         """What an engine says that it is."""
         status, current = decode(EngineStatus, plain), self._ledger.current
+        self._note_silence(status)
         if current is not None and current.state == UpdateState.APPLYING:
             # Its verdict is what counts, not what the engine says on the way.
             self._ledger.note_pause(status)
@@ -153,6 +160,17 @@ class Roster(Orders):
     def _lose(self, ordinal: int, reason: str) -> None:
         if ordinal in self.ordinals:
             self._ledger.lose(ordinal, reason)
+
+    def _give_up(self, ordinal: int, reason: str) -> None:
+        """Workers gave no answer in time. From its next heartbeat on the engine says that itself, until they do."""
+        self._given_up[ordinal] = time.monotonic()
+        self._lose(ordinal, reason)
+
+    def _note_silence(self, status: EngineStatus) -> None:
+        silent = status.state == EngineState.SILENT
+        if silent != (status.engine in self._hung):
+            logger.warning("the workers of engine %d %s", status.engine, "don't answer" if silent else "answer again")
+            self._hung ^= {status.engine}
 
     def _note_restart(self, ordinal: int, incarnation: str) -> None:
         known = self._ledger.engines.get(ordinal)
@@ -202,8 +220,8 @@ class Roster(Orders):
         try:
             plain = await asyncio.to_thread(encode, order)  # seconds, where there are very many tensors
             await self._reports(ordinal, self.handle(ordinal).begin, plain)
-        except DeadlineExceeded as exc:
-            self._lose(ordinal, exc.code)
+        except (DeadlineExceeded, WorkersSilent) as exc:
+            self._give_up(ordinal, exc.code)
             raise
 
     async def late(self, update: Update, until: float) -> list[str]:
@@ -240,9 +258,12 @@ class Roster(Orders):
         seconds = max(0.1, min(self._sync.control_timeout_seconds, until - time.monotonic()))
         try:
             reports = await self._reports(ordinal, self.handle(ordinal).poll, seconds=seconds)
+        except WorkersSilent as exc:
+            self._give_up(ordinal, exc.code)
+            raise
         except DeadlineExceeded as exc:
             if seconds == self._sync.control_timeout_seconds:
-                self._ledger.lose(ordinal, exc.code)  # its next heartbeat may show otherwise
+                self._give_up(ordinal, exc.code)
                 raise
             return f"engine {ordinal} did not answer"
         if all(report.state == "staged" and report.update_id == update.request.update_id for report in reports):
@@ -306,9 +327,7 @@ class Roster(Orders):
 
     async def commit(self, update: Update, ordinal: int) -> EngineVerdict:
         """Have an engine apply an update. Whatever happens there is a verdict: without one the update would never end."""
-        sync, request = self._sync, update.request
-        most = sync.apply_timeout_seconds + 2 * sync.control_timeout_seconds + (0 if update.staged else request.timeout_seconds)
-        most += sync.drain_timeout_seconds if sync.in_flight == "wait" else 0
+        request, most = update.request, commit_seconds(self._sync, update.request.timeout_seconds)
         try:
             commit = self.handle(ordinal).commit
             answer = call(commit, request.update_id, request.version, update.rewinds, timeout_seconds=most, engine=ordinal)
@@ -324,11 +343,18 @@ class Roster(Orders):
 
         Raises:
             DeadlineExceeded: it has stopped saying so, as on a host whose link is cut.
+            WorkersSilent: it says that its workers don't answer what they were asked before, or write for longer than they may.
         """
         self._silent[ordinal] = 0
         waiting = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait({waiting}, timeout=_SILENT_LOOK_SECONDS))[0]:
+                if ordinal in self._hung:
+                    raise WorkersSilent(
+                        f"the workers of engine {ordinal} do not answer, and it has not applied the update",
+                        hint="See its log; it takes part again when they answer",
+                        engine=ordinal,
+                    )
                 if self._silent[ordinal] >= _SILENT_TIMES:
                     raise DeadlineExceeded(
                         f"engine {ordinal} has stopped answering while it applied the update",
