@@ -6,7 +6,8 @@ For each case two engines with CUDA graphs start on random weights, each in a pr
 trainer is a thread beside it, and one without. All engines start at once; then one case after the other has the GPU to itself.
 An update is staged before the time is taken. `weightsync` is from there to its verdict: written, brought back to the captured storage,
 and every slot of it checked; updates behind the first, which goes the general way (`first`). `stock` is `reload_weights` of the same
-bytes on the same device, which checks nothing. `floor` is one copy of as many bytes on the device, or from host memory that the driver
+bytes on the same device, which checks nothing. What the model holds behind the first update, and behind the last of the same weights, is
+compared to the bit (`same`). `floor` is one copy of as many bytes on the device, or from host memory that the driver
 knows. `digests` is what a digest of what was received takes, and one of what is stored; the first is made while bytes arrive.
 Dense models have the shape of Qwen3-8B, `moe` that of Qwen3-30B-A3B, with as many layers as asked for; `fp8` is quantised by
 the engine, per channel, from bf16.
@@ -39,6 +40,7 @@ import torch
 
 from benchmarks.transport import SHAPES
 from benchmarks.two_gpus import checkpoint_of, config, shapes_of
+from weightsync.check.contents import contents, differing
 from weightsync.transport import digest
 from weightsync.transport.packing import bucket_bytes_for
 
@@ -131,6 +133,8 @@ class Engine:
         nbytes = sum(tensor.nbytes for tensor in kinds[0].values())
         where, taken, extra, checks = ("host" if "host" in self._case else "gpu"), list[float](), list[int](), list[dict[str, int]]()
         parts: list[dict[str, float]] = []
+        general: dict[str, Any] = {}
+        different: dict[str, str] = {}
         for number in range(updates):
             update = trainer.stage(kinds[number % 2], where=where, bucket_bytes=bucket_bytes_for(nbytes, on_gpu=self._cuda))
             before = self._peak()
@@ -146,9 +150,14 @@ class Engine:
             parts.append({name: round(report["seconds"][name] * 1e3, 2) for name in ("apply", "verify")})
             checks.append({name: count for name, count in report["checks"].items() if name in ("layers", "layers_planned", "adopted")})
             trainer.keep(update)
+            if number % 2 == 0:  # the weights of the first
+                held = self._llm.collective_rpc(lambda worker: contents(worker.get_model()))[0]
+                general = general or held
+                different = differing(general, held)
         return {
             "bytes": nbytes, "tensors": len(self._shapes), "first_ms": round(taken[0], 2), "ms": [round(one, 2) for one in taken[1:]],
-            "extra_bytes": max(extra[1:], default=0), "parts_ms": parts, "checks": checks[-1], "sealed_seconds": self.sealed,
+            "extra_bytes": max(extra[1:], default=0), "same": not different, "different": dict(list(different.items())[:8]),
+            "parts_ms": parts, "checks": checks[-1], "sealed_seconds": self.sealed,
         }  # fmt: skip
 
     def stock(self, updates: int) -> list[float]:
@@ -252,32 +261,36 @@ def measure(case: str, ours: Process, stock: Process, given: argparse.Namespace)
     theirs = stock.ask("stock", given.updates - 1)
     middle = statistics.median(found["ms"])
     return {
-        "case": case, "bytes": found["bytes"], "floor_ms": floor["floor_ms"], "stock_ms": statistics.median(theirs),
+        "case": case, "layers": given.moe_layers if case.endswith("moe") else given.layers, "date": time.strftime("%Y-%m-%d"),
+        "bytes": found["bytes"], "floor_ms": floor["floor_ms"], "stock_ms": statistics.median(theirs),
         "weightsync_ms": round(middle, 2), "digests": {"received_ms": floor["digest_ms"], "stored_ms": floor["digest_ms"]},
         "extra_bytes": found["extra_bytes"], "first_ms": found["first_ms"], "times_stock": round(statistics.median(theirs) / middle, 1),
         "each_ms": found["ms"], "each_stock_ms": theirs, "parts_ms": found["parts_ms"], "checks": found["checks"],
-        "tensors": found["tensors"], "sealed_seconds": found["sealed_seconds"],
+        "tensors": found["tensors"], "same": found["same"], "different": found["different"], "sealed_seconds": found["sealed_seconds"],
     }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """For reading."""
-    lines = ["| case | GB | floor | vLLM's reload | weightsync, proved | of them apply, verify | first update |", "|---|" + "---|" * 6]
+    lines = [
+        "| case | GB | floor | vLLM's reload | weightsync, proved | of them apply, verify | first update | same |",
+        "|---|" + "---|" * 7,
+    ]
     for row in rows:
         if "failed" in row:
-            lines.append(f"| {row['case']} | failed: {row['failed']} |" + " |" * 5)
+            lines.append(f"| {row['case']} | failed: {row['failed']} |" + " |" * 6)
             continue
         parts = row["parts_ms"][-1]
         ours = f"{row['weightsync_ms']:.1f} ms ({row['times_stock']} x)"
         lines.append(
             f"| {row['case']} | {row['bytes'] / 1e9:.1f} | {row['floor_ms']:.1f} ms | {row['stock_ms']:.0f} ms | {ours} | "
-            f"{parts['apply']:.1f}, {parts['verify']:.1f} ms | {row['first_ms']:.0f} ms |"
+            f"{parts['apply']:.1f}, {parts['verify']:.1f} ms | {row['first_ms']:.0f} ms | {'yes' if row['same'] else 'no'} |"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Measure, write the file, print the table; the exit status says whether every case was measured."""
+    """Measure, write the file, print the table; the exit status says whether every case was measured, and right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="of dense cases")
@@ -289,6 +302,10 @@ def main() -> int:
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else "cpu"
+    out = given.out or _RESULTS / f"apply-{'h200' if 'H200' in device else device.replace(' ', '-').lower()}.json"
+    out.parent.mkdir(exist_ok=True)
+    # Rows of other cases stay: each was measured side by side.
+    kept = [row for row in json.loads(out.read_text())["rows"] if row["case"] not in given.cases] if out.is_file() else []
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {"python": platform.python_version()}
     with tempfile.TemporaryDirectory() as made:
@@ -313,14 +330,12 @@ def main() -> int:
             for process in processes:
                 process.end()
             print(table(rows), flush=True)
-    result = {
-        "device": device, "shape": given.shape, "layers": given.layers, "moe_layers": given.moe_layers, "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1), "versions": versions, "rows": rows,
-    }  # fmt: skip
-    out = given.out or _RESULTS / f"apply-{'h200' if 'H200' in device else device.replace(' ', '-').lower()}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all("failed" not in row for row in rows) else 1
+            result = {
+                "device": device, "cores": os.cpu_count(), "versions": versions,
+                "rows": sorted(kept + rows, key=lambda row: str(row["case"])),
+            }  # fmt: skip
+            out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(row.get("same") for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from weightsync.protocol import FleetStatus
 
 #: Updates of a process's life that a fit leaves out, and how many it needs.
 WARM_UP, ENOUGH = 30, 60
+#: A few connections come and go with requests: for files and threads it needs more.
+ENOUGH_TO_COUNT = 200
 _LOOK_SECONDS, _SAMPLE_SECONDS = 0.3, 2.0
 _MB = 1e6
 
@@ -92,8 +94,11 @@ class Life:
         told: dict[str, Any] = {"role": self.role, "pid": self.pid, "updates": self.samples[-1][0] - first}
         told |= {"mb": [round(self.samples[0][1], 1), round(self.samples[-1][1], 1)], "mb_per_update": None}
         told |= {"files": [self.samples[0][2], self.samples[-1][2]], "threads": [self.samples[0][3], self.samples[-1][3]]}
-        if len(late) > 4 and late[-1][0] - late[0][0] >= ENOUGH:
-            for key, at in (("mb_per_update", 1), ("files_per_update", 2), ("threads_per_update", 3)):
+        span = late[-1][0] - late[0][0] if len(late) > 4 else 0
+        for key, at, enough in (
+            ("mb_per_update", 1, ENOUGH), ("files_per_update", 2, ENOUGH_TO_COUNT), ("threads_per_update", 3, ENOUGH_TO_COUNT),
+        ):  # fmt: skip
+            if span >= enough:
                 told[key] = round(slope([(sample[0], sample[at]) for sample in late]), 5)
         return told
 

@@ -30,7 +30,13 @@ CHART = Path(__file__).resolve().parent.parent / "deploy/helm/weightsync"
 KUBERNETES = "kubernetes-json-schema/v1.33.0-local-strict/_definitions.json"
 
 #: What the chart sets itself, as (section, keys); without keys the whole of it.
-OWN: dict[str, tuple[str, ...]] = {"api": ("host", "token"), "sync": ("store_host", "retain_folder"), "ray": (), "state_dir": ()}
+OWN: dict[str, tuple[str, ...]] = {
+    "api": ("host", "token"),
+    "sync": ("store_host", "retain_folder"),
+    "ray": (),
+    "state_dir": (),
+    "leave_fleet": (),
+}
 #: Other defaults than the settings', since in a cluster ports must be known beforehand, and images and models take time to come.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "engine": {"model": "/models/policy", "port_base": 8600, "extra": {}, "start_timeout_seconds": 1800},

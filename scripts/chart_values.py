@@ -21,6 +21,7 @@ def _kubernetes(name: str) -> Any:
 
 
 Affinity = _kubernetes(f"{CORE}.Affinity")
+Egress = _kubernetes("io.k8s.api.networking.v1.NetworkPolicyEgressRule")
 EnvVar = _kubernetes(f"{CORE}.EnvVar")
 Peer = _kubernetes("io.k8s.api.networking.v1.NetworkPolicyPeer")
 Toleration = _kubernetes(f"{CORE}.Toleration")
@@ -222,26 +223,55 @@ class Monitor(Strict):
     """Labels by which the operator finds it."""
 
 
+class Rules(Strict):
+    """Alerts, as the Prometheus Operator's PrometheusRule; they judge every fleet that it scrapes, so one release makes them."""
+
+    enabled: bool = False
+    """Make it; its custom resource definition must be there."""
+    labels: Strings = {}
+    """Labels by which the operator finds it."""
+    runbook: str = Field(default="docs/operations.md", min_length=1)
+    """Where docs/operations.md can be read; links to each alert's part of it begin so."""
+
+
+class Dashboard(Strict):
+    """Grafana's dashboard, in a ConfigMap."""
+
+    enabled: bool = False
+    """Make it."""
+    labels: Strings = {"grafana_dashboard": "1"}
+    """Labels by which Grafana's sidecar finds it."""
+    annotations: Strings = {}
+    """Its annotations, such as grafana_folder."""
+
+
 class Metrics(Strict):
-    """Prometheus."""
+    """Prometheus and Grafana."""
 
     serviceMonitor: Monitor = Monitor()
     """weightsync's own metrics: the API's /metrics."""
     podMonitor: Monitor = Monitor()
     """Ray's, of head and workers."""
+    rules: Rules = Rules()
+    dashboard: Dashboard = Dashboard()
 
 
 class NetworkPolicy(Strict):
-    """Who may connect. Inside the release all ports are open, as Ray and NCCL take any; from outside nothing that is not named here."""
+    """Who may connect, and where to. Inside the release all ports are open, as Ray and NCCL take any; nothing else is that is not named
+    here."""
 
     enabled: bool = True
     """Make it. Pods in the host's network are not subject to it, so with hostNetwork it must be off."""
     clients: list[Peer] = []  # type: ignore[valid-type]
     """Who may call the API and the engines: routers, rollout workers."""
     trainers: list[Peer] = []  # type: ignore[valid-type]
-    """Who may also meet engines by NCCL or gloo, on any port: pods of trainers outside the release."""
+    """Who may also meet engines by NCCL or gloo, on any port and from either side: pods of trainers outside the release."""
     monitoring: list[Peer] = []  # type: ignore[valid-type]
     """Who may read metrics, of the API and of Ray."""
+    restrictEgress: bool = True
+    """Let the pods connect to each other, to trainers, to DNS (port 53 anywhere) and to what `egress` says, and to nothing else."""
+    egress: list[Egress] = []  # type: ignore[valid-type]
+    """Further rules of where to, such as a store of checkpoints or of traces."""
 
 
 class Disruption(Strict):

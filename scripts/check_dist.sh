@@ -22,6 +22,7 @@ import weightsync.protocol
 
 assert "site-packages" in weightsync.errors.__file__, weightsync.errors.__file__
 assert (pathlib.Path(weightsync.errors.__file__).parent / "py.typed").is_file(), "py.typed is not in the wheel"
+assert (pathlib.Path(weightsync.errors.__file__).parent / "api/page.html").is_file(), "the status page is not in the wheel"
 files = importlib.metadata.files("weightsync")
 tops = {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info") and ".." not in file.parts}
 assert tops == {"weightsync", "trainer_adapters"}, tops

@@ -35,7 +35,8 @@ def _documents(values: str) -> list[dict[str, Any]]:
 
 
 def by_kind(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {document["kind"]: document for document in found}
+    """The first of each kind."""
+    return {document["kind"]: document for document in reversed(list(found))}
 
 
 def pods(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.fleets import wait_until
-from weightsync.fleet import cluster
+from weightsync.fleet import own_ray
 
 SUBNET = "10.203.0"
 RAY_PORT = 6379
@@ -151,7 +151,7 @@ class Network:
 
 def ray_environment() -> dict[str, str]:
     """Variables of every process that is part of this Ray or joins it."""
-    return {**cluster._ray_environment(), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": RAY_TOKEN}
+    return {**own_ray.environment(), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": RAY_TOKEN}
 
 
 def _processes(name: str) -> list[int]:

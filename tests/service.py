@@ -24,6 +24,7 @@ from weightsync.protocol import (
     BeginOrder,
     CommunicatorInfo,
     EngineState,
+    EngineStatus,
     EngineVerdict,
     FleetStatus,
     UpdateRequest,
@@ -105,12 +106,14 @@ class Service:
         refuse: raised instead of admitting an update.
         stage: as in `BeginOrder`.
         held: what each receiver got, by version.
+        engines: as its status shows them.
     """
 
     def __init__(self, receivers: int = 1, stage: str = "auto") -> None:
         self._world, self.stage = receivers + 1, stage
         self.refuse: WeightSyncError | None = None
         self.held: dict[int, list[dict[str, torch.Tensor]]] = {}
+        self.engines: tuple[EngineStatus, ...] = ()
         self.updates: dict[str, Update] = {}
         self._generations = itertools.count(1)
         self._store = rendezvous.host_store("127.0.0.1", 20.0)
@@ -135,7 +138,7 @@ class Service:
         """One call, as the API answers it."""
         match (method, *path.strip("/").split("/")):
             case ("GET", "v1", "status"):
-                return encode(FleetStatus("stand-in", max(self.held, default=None), 1, (), None))
+                return encode(FleetStatus("stand-in", max(self.held, default=None), 1, self.engines, None))
             case ("POST", "v1", "updates"):
                 return self._begin(decode(UpdateRequest, body))
             case ("GET", "v1", "updates", update_id):

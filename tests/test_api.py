@@ -42,6 +42,7 @@ GUARDED = [
     ("POST", "/v1/updates"),
     ("POST", "/v1/updates/u-1/commit"),
     ("POST", "/v1/updates/u-1/abort"),
+    ("POST", "/v1/check"),
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
     ("POST", "/v1/pause"),
@@ -49,6 +50,7 @@ GUARDED = [
     ("POST", "/v1/scale"),
     ("POST", "/v1/pin"),
     ("POST", "/v1/unpin"),
+    ("POST", "/v1/observe"),
 ]
 each_guarded = pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{method} {path}" for method, path in GUARDED])
 
@@ -299,6 +301,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.get("/v1/status").json()["committed_version"] == 3
     assert [e["engine"] for e in client.get("/v1/engines").json()] == [0, 1]
     assert client.get("/v1/updates").json() == [{"update_id": "u-1"}]
+    assert client.get("/v1/updates?limit=12").json() == [{"update_id": "u-1"}]
     assert client.get("/v1/updates/u-1").json() == {"method": "update"}
     begun = client.post("/v1/updates", json={"update_id": "u-1", "größe": [1]})
     assert (begun.status_code, begun.json()) == (201, {"method": "begin"})
@@ -309,6 +312,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert client.post("/v1/pause", json={"engines": [1], "timeout_seconds": 9}).json() == {"method": "pause"}
     assert client.post("/v1/resume", json={}).json() == {"method": "resume"}
     assert client.get("/v1/engines/1/contract").json() == {"method": "contract"}
+    assert client.post("/v1/check", json={"engines": [1], "timeout_seconds": 9}).json() == {"method": "check"}
     assert client.post("/v1/scale", json={"engines": 3}).json() == {"method": "scale"}
     assert client.post("/v1/pin", json={"name": "eval", "version": 3}).json() == {"method": "pin"}
     assert client.post("/v1/pin", json={"name": "eval-2.x_Y", "version": 3, "engines": 2}).json() == {"method": "pin"}
@@ -316,9 +320,10 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     assert [call[:-1] for call in controller.calls] == [
         ("status",),
         ("status",),
-        ("updates",),
+        ("updates", 10_000),
+        ("updates", 12),
         ("update", "u-1"),
-        ("begin", {"update_id": "u-1", "größe": [1]}),
+        ("begin", {"update_id": "u-1", "größe": [1]}, ""),
         ("commit", "u-1", 12.5),
         ("abort", "u-1", "skipped"),
         ("rest", [1], 2, 9.0),
@@ -326,6 +331,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
         ("pause", [1], 9.0),
         ("resume", [], 300.0),
         ("contract", 1),
+        ("check", [1], 9.0),
         ("scale", 3, "wait", 60.0),
         ("pin", "eval", 3, 1),
         ("pin", "eval-2.x_Y", 3, 2),
@@ -333,7 +339,7 @@ def test_each_route_asks_for_its_own(client: TestClient, controller: Controller)
     ]
     assert all(call[-1] > 0 for call in controller.calls)
     # The controller's own deadline comes first, so that its answer gets out.
-    assert controller.calls[5][-1] > 12.5
+    assert controller.calls[6][-1] > 12.5
 
 
 def test_bodies_of_commit_and_abort_may_be_left_out(client: TestClient, controller: Controller) -> None:
@@ -386,7 +392,7 @@ def test_a_fault_of_ours_is_an_internal_error(client: TestClient, controller: Co
     assert error_of(response).to_dict() == errors.InternalError("RuntimeError: a bug").to_dict()
 
 
-@pytest.mark.parametrize("path", ["/", "/nothing", "/v1/nothing", "/v1/updates/u-1/nothing", "/v1/updates/../../x", "/metrics/x"])
+@pytest.mark.parametrize("path", ["/page.html", "/nothing", "/v1/nothing", "/v1/updates/u-1/nothing", "/v1/updates/../../x", "/metrics/x"])
 def test_an_unknown_route_is_404_in_the_same_form(client: TestClient, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 404
@@ -398,6 +404,7 @@ def test_a_wrong_method_is_405_in_the_same_form(client: TestClient, method: str,
     response = client.request(method, path)
     assert response.status_code == 405
     assert error_of(response).code == "refused"
+    assert response.headers["allow"] == ("POST" if path.endswith("commit") else "GET")
 
 
 # --- bodies ------------------------------------------------------------------------------------
@@ -443,6 +450,9 @@ def test_deeply_nested_json_is_refused(client: TestClient, controller: Controlle
         ("/v1/wake", {"engines": "all"}),
         ("/v1/pause", {"level": 1}),
         ("/v1/pause", {"engines": [0.5]}),
+        ("/v1/pause", {"engines": [False]}),
+        ("/v1/check", {"engines": ["0"]}),
+        ("/v1/pin", {"version": True}),
         ("/v1/resume", {"timeout_seconds": 0}),
         ("/v1/pin", {"version": -1, "name": ""}),
         ("/v1/pin", {"version": 2**53, "name": "a b"}),

@@ -26,8 +26,8 @@ from tests.fleets import ENGINE_ARGS, MAX_TOKENS, PROMPTS
 from tests.peers import Peer
 from tests.standin import ReadsFreedMemory, StandinGraph, Warm, layer_of, load, model_of, parameter
 from weightsync.check.environment import ENGINE_ENV
-from weightsync.config import EngineSettings
 from weightsync.fleet import vllm_api
+from weightsync.sections import EngineSettings
 from weightsync.storage.contract import What
 from weightsync.storage.owners import walk
 from weightsync.storage.selftest import SelfTest

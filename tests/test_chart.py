@@ -1,6 +1,6 @@
 """The Helm chart: rendered by Helm's own engine, checked against schemas of Kubernetes and custom resources, read by the service.
 
-Not covered: a cluster. Schemas of RayCluster, PodMonitor and ServiceMonitor are looked for in `CHART_CRD_DIR`.
+Not covered: a cluster. Schemas of RayCluster, PodMonitor, ServiceMonitor and PrometheusRule are looked for in `CHART_CRD_DIR`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from yamllint.config import YamlLintConfig
 
 from tests.charts import CHART, EXAMPLES, by_kind, closed, containers, documents, floats, merged, pods, rendered, strings, violations
 from weightsync import config
-from weightsync.fleet import cluster
+from weightsync.fleet import own_ray
+from weightsync.fleet.fixed import FIXED
 
 ROOT = Path(__file__).resolve().parent.parent
 KUBERNETES = "1.33"
@@ -31,6 +32,7 @@ CRDS = {
     "RayCluster": "ray.io_rayclusters.yaml",
     "PodMonitor": "monitoring.coreos.com_podmonitors.yaml",
     "ServiceMonitor": "monitoring.coreos.com_servicemonitors.yaml",
+    "PrometheusRule": "monitoring.coreos.com_prometheusrules.yaml",
 }
 
 #: Every switch of the chart, on and off where it is not the default.
@@ -66,6 +68,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "account's annotations": {"serviceAccount": {"annotations": {"role": "rl"}}},
     "service monitor": {"metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}}},
     "pod monitor": {"metrics": {"podMonitor": {"enabled": True, "labels": {"release": "p"}}}},
+    "rules": {"metrics": {"rules": {"enabled": True, "labels": {"release": "p"}, "runbook": "https://docs.example/operations"}}},
+    "dashboard": {"metrics": {"dashboard": {"enabled": True, "annotations": {"grafana_folder": "RL"}}}},
+    "egress": {"networkPolicy": {"egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 443}]}]}},
+    "free egress": {"networkPolicy": {"restrictEgress": False}},
     "no policy": {"networkPolicy": {"enabled": False}},
     "policy": {"networkPolicy": {who: [{"namespaceSelector": {}}] for who in ("clients", "trainers", "monitoring")}},
     "no budgets": {"podDisruptionBudget": {"enabled": False}},
@@ -82,6 +88,9 @@ _TOGETHER = (
     "load balancer",
     "service monitor",
     "pod monitor",
+    "rules",
+    "dashboard",
+    "egress",
     "policy",
 )
 SWITCHES["together"] = reduce(merged, (SWITCHES[name] for name in _TOGETHER))
@@ -185,6 +194,7 @@ def test_values_and_their_schema_are_those_of_the_settings() -> None:
         ({"cache": {"accessModes": []}}, "/cache/accessModes"),
         ({"service": {"type": "Ingress"}}, "/service/type"),
         ({"networkPolicy": {"clients": [{"namespace": "a"}]}}, "/networkPolicy/clients/0"),
+        ({"networkPolicy": {"egress": [{"from": []}]}}, "/networkPolicy/egress/0"),
         ({"metrics": {"podMonitor": {"interval": "often"}}}, "/metrics/podMonitor/interval"),
         ({"security": {"runAsUser": 0}}, "/security/runAsUser"),
     ],
@@ -225,6 +235,7 @@ def test_the_service_reads_the_fleet_as_it_was_given(case: str, tmp_path: Path, 
     assert got["sync"]["store_host"] == "10.1.2.3"
     assert got["api"] | {"host": "0.0.0.0", "token": "token-of-the-secret"} == got["api"]
     assert got["ray"]["address"].endswith("-head-svc:6379")
+    assert got["leave_fleet"] is True  # the API's pod goes, the engines stay
 
 
 def test_defaults_are_the_services_own_but_for_ports_and_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,21 +300,15 @@ def test_shared_memory_holds_two_copies_for_each_engine_of_the_pod_that_keeps_so
     assert next(v for v in volumes if v["name"] == "shm")["emptyDir"]["sizeLimit"] == f"{2 + copies * 32 + 1}Gi"
 
 
-#: A value of another kind for each setting, and the default of the others is changed by it.
-OTHER = {True: False, False: True, "auto": "cpu", "reset": "retain", "off": "host", "keep": "wait", "wait": "refuse", "refuse": "observe"}
-
-
-def other(value: Any, key: str) -> Any:
-    if key == "dtype":
-        return "float16"
-    if key == "stage":
-        return "host"
-    if key in ("local", "plan"):
-        return "off"
+def other(section: str, key: str, value: Any) -> Any:
+    """A value that a setting may have, and has not."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["fleet"]["properties"][section]["properties"][key]
+    if choices := schema.get("enum"):
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, bool):
+        return not value
     if value is None:
         return 1 << 21 if "bytes" in key else 1
-    if isinstance(value, (bool, str)) and value in OTHER:
-        return OTHER[value]
     if isinstance(value, str):
         return f"{value}x"
     return {int: lambda: value + 1, float: lambda: value + 1, list: lambda: ["a"], dict: lambda: {"a": 1}}[type(value)]()
@@ -323,9 +328,9 @@ def test_ray_is_made_anew_for_settings_that_live_engines_keep_and_for_no_others(
         (section, key)
         for section in ("engine", "api", "sync")
         for key, value in defaults[section].items()
-        if fixed(merged(wide, {"fleet": {section: {key: other(value, key)}}})) != before
+        if fixed(merged(wide, {"fleet": {section: {key: other(section, key, value)}}})) != before
     }
-    kept = {(section, key) for section, keys in cluster._FIXED.items() if section in defaults for key in keys or defaults[section]}
+    kept = {(section, key) for section, keys in FIXED.items() if section in defaults for key in keys or defaults[section]}
     assert changed == {(section, key) for section, key in kept if key in defaults[section]} - {("engine", "count")}
     assert fixed({"fleet": {"fleet": "other"}}) != before
     assert fixed({"auth": {"token": "other"}}) != before
@@ -334,7 +339,7 @@ def test_ray_is_made_anew_for_settings_that_live_engines_keep_and_for_no_others(
 def test_every_pod_is_a_node_of_ray_as_serve_would_start_it() -> None:
     for template in pods(documents({})):
         env = {entry["name"]: entry.get("value") for entry in containers(template)[0]["env"]}
-        assert env | cluster._ray_environment() == env
+        assert env | own_ray.environment() == env
         assert env["RAY_AUTH_MODE"] == "token"
     spec = by_kind(documents({}))["RayCluster"]["spec"]
     assert spec["authOptions"] == {"mode": "token", "secretName": "rl-weightsync-ray"}
@@ -366,13 +371,19 @@ def test_pods_of_ray_do_not_change_with_the_charts_version() -> None:
 def test_the_network_is_open_inside_the_release_and_to_those_who_are_named() -> None:
     inside = {"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "rl", "app.kubernetes.io/part-of": "weightsync"}}}
     policy = by_kind(documents({}))["NetworkPolicy"]["spec"]
-    assert policy["ingress"] == [{"from": [inside]}]
-    assert policy["podSelector"] == inside["podSelector"]
+    names = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+    assert (policy["ingress"], policy["egress"]) == ([{"from": [inside]}], [{"to": [inside]}, names])
+    assert (policy["podSelector"], policy["policyTypes"]) == (inside["podSelector"], ["Ingress", "Egress"])
     who = {name: [{"namespaceSelector": {"matchLabels": {"a": name}}}] for name in ("clients", "trainers", "monitoring")}
-    _, clients, trainers, monitoring = by_kind(documents({"networkPolicy": who}))["NetworkPolicy"]["spec"]["ingress"]
+    further = {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 443}]}
+    policy = by_kind(documents({"networkPolicy": {**who, "egress": [further]}}))["NetworkPolicy"]["spec"]
+    assert policy["egress"] == [{"to": [inside]}, names, {"to": who["trainers"]}, further]
+    _, clients, trainers, monitoring = policy["ingress"]
     assert clients == {"from": who["clients"], "ports": [{"port": 8517}, {"port": 8600, "endPort": 9623}]}
     assert trainers == {"from": who["trainers"]}
     assert monitoring == {"from": who["monitoring"], "ports": [{"port": 8517}, {"port": 8080}]}
+    free = by_kind(documents(SWITCHES["free egress"]))["NetworkPolicy"]["spec"]
+    assert free["policyTypes"] == ["Ingress"] and "egress" not in free
 
 
 def test_the_first_update_gets_through_to_an_api_that_is_not_ready() -> None:

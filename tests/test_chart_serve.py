@@ -25,7 +25,7 @@ while [ ! -e "$TMPDIR/head-gone" ]; do sleep 0.05; done
 exit 1
 """
 SERVE = """#!/usr/bin/env bash
-trap 'echo "serve told to end" >>"$EVENTS"' TERM
+trap 'echo "serve told to end" >>"$EVENTS"; [ -e "$TMPDIR/hangs" ] || exit 0' TERM
 echo "weightsync $* pid=$$" >>"$EVENTS"
 while [ ! -e "$TMPDIR/exit" ]; do sleep 0.05; done
 exit "$(cat "$TMPDIR/exit")"
@@ -45,6 +45,7 @@ class Container:
             (programs / name).chmod(0o755)
         own = {"TMPDIR": str(folder), "EVENTS": str(self._events), "PATH": f"{programs}:{os.environ['PATH']}"}
         env = {**os.environ, **own, "HEAD": "head:6379", "POD_IP": "10.1.2.3", "STORE_BYTES": "100", "VERBOSE": "--verbose"}
+        env["LEAVE_SECONDS"] = "1"
         self.process = subprocess.Popen(["bash", str(CHART / "files/serve.sh")], env=env, stdout=subprocess.DEVNULL)
 
     def events(self) -> str:
@@ -74,22 +75,29 @@ def told_to_end(container: Container) -> None:
     container.process.send_signal(signal.SIGTERM)
 
 
+def told_to_end_and_hanging(container: Container) -> None:
+    container.write("hangs")
+    told_to_end(container)
+
+
 @pytest.mark.parametrize(
-    ("happens", "code", "node"),
+    ("happens", "code", "node", "told"),
     [
-        pytest.param(told_to_end, 0, "told to end", id="told to end"),
-        pytest.param(lambda container: container.write("exit", "2"), 2, "told to end", id="serve ends"),
-        pytest.param(lambda container: container.write("head-gone"), 1, "gone by itself", id="head goes"),
+        pytest.param(told_to_end, 0, "told to end", True, id="told to end"),
+        pytest.param(told_to_end_and_hanging, 0, "told to end", True, id="told to end, and serve hangs"),
+        pytest.param(lambda container: container.write("exit", "2"), 2, "told to end", False, id="serve ends"),
+        pytest.param(lambda container: container.write("head-gone"), 1, "gone by itself", True, id="head goes"),
     ],
 )
-def test_the_container_ends_as_a_whole_and_leaves_the_fleet(
-    container: Container, happens: Callable[[Container], None], code: int, node: str
+def test_the_container_ends_as_a_whole(
+    container: Container, happens: Callable[[Container], None], code: int, node: str, told: bool
 ) -> None:
     happens(container)
     assert container.process.wait(20) == code
     wait_until(lambda: not container.serves(), 10, "the end of serve")
     events = container.events()
-    assert "serve told to end" not in events  # it would take the engines with it
+    assert ("serve told to end" in events) == told  # it leaves the fleet: `leave_fleet`, in fleet.toml
     assert ("node told to end" in events) == (node == "told to end")
+    assert not told or node != "told to end" or events.index("serve told to end") < events.index("node told to end")
     assert "ray start --address=head:6379 --node-ip-address=10.1.2.3 --num-cpus=0 --num-gpus=0" in events
     assert "weightsync serve --config /etc/weightsync/fleet.toml --verbose" in events

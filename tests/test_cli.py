@@ -22,9 +22,19 @@ from tests.test_api import engine, fleet
 from weightsync import WeightSync, cli
 from weightsync.client import Lazy
 from weightsync.codec import encode
-from weightsync.errors import Aborted, ApplyFailed, VersionRefused
+from weightsync.errors import Aborted, ApplyFailed, Refused, VersionRefused
 from weightsync.place import Retained
-from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, FleetStatus, UpdateState, UpdateStatus
+from weightsync.protocol import (
+    EngineCheck,
+    EngineState,
+    EngineStatus,
+    EngineVerdict,
+    FleetCheck,
+    FleetStatus,
+    UpdateState,
+    UpdateStatus,
+    WorkerCheck,
+)
 
 Shows = Callable[..., str]
 
@@ -54,7 +64,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 def shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shows:
     """What `weightsync status` prints of a fleet."""
 
-    def shown(status: FleetStatus, *flags: str, width: int = 200) -> str:
+    def shown(status: FleetStatus, *flags: str, width: int = 200, code: int = 0) -> str:
         class Client:
             def __enter__(self) -> Client:
                 return self
@@ -66,7 +76,7 @@ def shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
         monkeypatch.setattr(cli, "_client", lambda _: Client())
         monkeypatch.setenv("COLUMNS", str(width))
-        assert cli.main(["status", *flags]) == 0
+        assert cli.main(["status", *flags]) == code
         return capsys.readouterr().out
 
     return shown
@@ -75,11 +85,11 @@ def shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def test_a_status_says_why_an_engine_that_serves_failed_its_last_update(shows: Shows) -> None:
     failed = ApplyFailed("no room [x]", engine=0, update_id="u-1", phase="apply", hint="See its log").to_dict()
     status = fleet(replace(engine(0, version=2), failed=failed), engine(1))
-    said = shows(status)
+    said = shows(status, code=3)
     assert "engine 0, last update: apply_failed: no room [x] [update u-1, engine 0, phase apply]. See its log\n" in said
     assert "engine 1," not in said
-    assert json.loads(shows(status, "--json")) == encode(status)
-    entries: list[Any] = json.loads(shows(status, "--json"))["engines"]
+    assert json.loads(shows(status, "--json", code=3)) == encode(status)
+    entries: list[Any] = json.loads(shows(status, "--json", code=3))["engines"]
     assert [entry["failed"] for entry in entries] == [failed, None]
 
 
@@ -161,7 +171,7 @@ FIRST = ["engine", "state", "version"]
 def test_a_terminal_gets_the_columns_it_has_room_for_in_full(
     shows: Shows, engines: tuple[EngineStatus, ...], width: int, columns: list[str], left_out: str | None
 ) -> None:
-    lines = shows(fleet(*engines, committed=120), width=width).splitlines()
+    lines = shows(fleet(*engines, committed=120), width=width, code=3 if FAILED in engines else 0).splitlines()
     table = [re.split("[┃│]", line)[1:-1] for line in lines if line[0] in "┃│"]
     assert [cell.strip() for cell in table[0]] == columns
     rows = [dict(zip(columns, (cell.strip() for cell in row), strict=True)) for row in table[1:]]
@@ -186,3 +196,64 @@ def test_a_push_that_is_refused_shows_no_progress(files: tuple[str, str], capsys
         assert cli.main(push) == 0
         out, err = capsys.readouterr()
         assert "100/100 bytes" in err and out.startswith("version 1: ") and out.count("\n") == 1
+
+
+class Checked(Service):
+    """Engine 0 is as it should be; in engine 1 a tensor is not; engine 2 can't be checked."""
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        if path != "/v1/check":
+            return super().answer(method, path, body)
+        fine = WorkerCheck(0, "u", True, equal=7, slots=9, nbytes=5_000_000_000, seconds=0.5)
+        engines = [
+            EngineCheck(0, 3, True, (fine,)),
+            EngineCheck(1, 3, False, (replace(fine, equal=6, differs=("model.norm.weight",), faults=("model.x: moved",), left_out=4),)),
+            EngineCheck(2, None, False, error=Refused("this worker holds no update", hint="Check again").to_dict()),
+        ]
+        chosen = tuple(e for e in engines if e.engine in body["engines"] or not body["engines"])
+        return encode(FleetCheck(3, all(e.ok for e in chosen), chosen))
+
+
+def test_a_check_of_the_fleet_names_what_is_wrong_and_fails(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with Checked() as service:
+        check = ["check", "--url", service.url, "--token-file", files[1]]
+        assert cli.main([*check, "--engine", "0"]) == 0
+        assert "all is as it was sent" in capsys.readouterr().out
+        assert cli.main(check) == 1
+        said = capsys.readouterr().out
+        for line in (
+            "engine 1, worker 0: model.norm.weight is not what it was",
+            "engine 1, worker 0: model.x: moved",
+            "engine 1, worker 0: 4 more",
+            "engine 2: refused: this worker holds no update. Check again",
+        ):
+            assert f"\n{line}\n" in said
+        assert cli.main([*check, "--json"]) == 1
+        assert [e["ok"] for e in json.loads(capsys.readouterr().out)["engines"]] == [True, False, False]
+        assert cli.main([*check, "--strict"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (fleet(HEALTHY, replace(HEALTHY, engine=1), committed=120), 0),
+        (fleet(HEALTHY, PINNED, committed=120), 0),
+        (fleet(HEALTHY, FAILED, committed=120), 3),
+        (fleet(HEALTHY, replace(HEALTHY, engine=1, version=119), committed=120), 3),
+        (fleet(PINNED, committed=120), 3),
+        (fleet(engine(0, EngineState.PENDING, None), committed=None), 3),
+        (fleet(committed=None), 3),
+    ],
+    ids=["all", "one pinned", "one quarantined", "one behind", "pinned ones alone", "before the first", "no engine"],
+)
+def test_a_script_learns_from_the_exit_code_whether_all_serve(shows: Shows, status: FleetStatus, code: int) -> None:
+    status = replace(status, ready=sum(not e.pinned and e.version == status.committed_version for e in status.engines))
+    for flags in ([], ["--json"]):
+        assert shows(status, *flags, code=code)
+
+
+def test_a_script_learns_from_the_exit_code_that_the_service_cannot_be_asked(files: tuple[str, str]) -> None:
+    assert cli.main(["status", "--url", "http://127.0.0.1:9", "--token-file", files[1]]) == 1
+    assert cli.main(["status", "--url", "http://127.0.0.1:9", "--token-file", files[1] + "-none"]) == 2
+    for wrong in ("0", "-1", "nan", "1e9"):
+        assert cli.main(["status", "--token-file", files[1], "--watch", wrong]) == 2

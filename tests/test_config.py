@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightsync import config
+from weightsync import config, sections
 from weightsync.config import Settings, load
 from weightsync.errors import ConfigError
 from weightsync.fleet.placement import engine_options
@@ -357,7 +357,7 @@ def test_without_home_the_state_folder_is_still_this_users_own(model: str, monke
 
 
 def test_every_setting_says_what_it_is() -> None:
-    for section in (config.EngineSettings, config.ApiSettings, config.SyncSettings, config.RaySettings):
+    for section in (sections.EngineSettings, sections.ApiSettings, sections.SyncSettings, sections.RaySettings):
         for key, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{key} has no docstring, so --help has none"
 

@@ -114,5 +114,5 @@ def test_a_base_class_catches_its_kind() -> None:
     refusals = {cls.__name__ for cls in CLASSES if issubclass(cls, Refused)}
     assert refusals == {
         "Refused", "ManifestRefused", "VersionRefused", "BaseRefused", "PinRefused", "UpdateConflict", "MemoryRefused", "NoEngineReady",
-        "EngineUpdating",
+        "EngineUpdating", "SamplesRefused",
     }  # fmt: skip

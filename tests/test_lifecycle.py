@@ -91,6 +91,43 @@ def test_other_settings_do_not_adopt_and_stop_ends_a_left_fleet(checkpoint: Any,
 
 
 @pytest.mark.slow
+def test_a_fleet_outlives_its_serve_where_it_shall_and_only_the_same_settings_adopt_it(
+    checkpoint: Any, tensors: Any, cold: Any, tmp_path: Path
+) -> None:
+    """On a Ray that was there before other settings took the engines over, and nobody was told."""
+    leave = "--leave_fleet=true"
+    first = Fleet(checkpoint(KIND, 1), tmp_path / "home", flags=[leave]).ready()
+    with first.client() as sync:
+        sync.sync_weights(tensors(KIND, 2), version=41)
+        engine = sync.engines()[0]
+    assert first.stop(signal.SIGTERM) == 0
+    assert not _refuses(engine.url), "the engine serves on"
+
+    # By its address it is a Ray that was there before: another folder, which knows nothing of this fleet.
+    logs = first.logs.parent.parent
+    address = (logs / "ray_current_cluster").read_text().strip()
+    own = first.home / "default"
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": (own / "ray_token").read_text().strip(), "WEIGHTSYNC_API__TOKEN": first.token}
+    there = [f"--ray.address={address}", leave]
+    other = Fleet(checkpoint(KIND, 1), tmp_path / "apart", flags=[*there, "--sync.caches=retain"], env=env)
+    assert other.process.wait(60) == 2
+    assert "sync.caches: the running fleet has 'reset', asked for 'retain' (engine 0)" in other.log.read_text()
+    assert not _refuses(engine.url), "a refused serve must leave the fleet alone"
+
+    second = Fleet(checkpoint(KIND, 1), tmp_path / "apart", flags=there, env=env).ready()
+    with second.client() as sync:
+        assert (sync.status().committed_version, sync.engines()[0].update_id) == (41, engine.update_id)
+    assert second.stop(signal.SIGTERM) == 0
+
+    third = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
+    with third.client() as sync:
+        assert sync.sync_weights(tensors(KIND, 1)).version == 42
+        assert answers(sync, 0) == cold(KIND, 1)
+    assert third.stop(signal.SIGTERM) == 0
+    assert wait_until(lambda: not third.processes(), 5, "no process is left")
+
+
+@pytest.mark.slow
 def test_a_start_that_failed_leaves_the_logs_that_it_names_and_no_process(checkpoint: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint(KIND, 1), broken)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_ledger import MANIFEST
-from weightsync.config import SyncSettings
 from weightsync.errors import Refused
 from weightsync.fleet.membership import Membership, local_workers
 from weightsync.place import Place, here
 from weightsync.protocol import UpdateRequest
+from weightsync.sections import SyncSettings
 from weightsync.transport import rendezvous
 
 HOST, POD = "boot/1", "boot/2"

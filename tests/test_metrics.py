@@ -25,11 +25,24 @@ from tests.test_ledger import apply, engine, fleet, request
 from tests.workers import weights, without_vllm
 from weightsync.codec import encode
 from weightsync.errors import DigestMismatch, WeightSyncError
+from weightsync.fleet.compared import BASELINE_COMMITS, Baselines
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
 from weightsync.fleet.reports import Inventory
 from weightsync.metrics import Recorder
-from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Manifest, Retained, TensorSpec, UpdateState, UpdateStatus
+from weightsync.protocol import (
+    EngineState,
+    EngineStatus,
+    EngineVerdict,
+    Manifest,
+    Mismatch,
+    Observation,
+    ProbeReport,
+    Retained,
+    TensorSpec,
+    UpdateState,
+    UpdateStatus,
+)
 
 KEPT = Retained("u1", 1, 0, 4096, "h", 68, "u1.bytes")
 CHECKS = {"adopted": 3, "refreshed": 2, "faults_lost": 1, "slots_weight": 40, "second_tries": 1}
@@ -161,7 +174,7 @@ def test_counters_only_rise_over_an_engines_restart_and_gauges_of_one_that_left_
         controller._ledger.forget(1)
         found = await look()
         left = {key.partition("{")[0] for key in found if 'engine="1"' in key}
-        counters = {"weightsync_drift_slots_total"}
+        counters = {"weightsync_drift_slots_total", "weightsync_probes_total"}
         counters |= {f"weightsync_engine_{kind}_seconds_{part}" for kind in ("phase", "pause") for part in ("count", "sum", "bucket")}
         assert {name for name in left if not name.endswith("_created")} == counters
 
@@ -329,10 +342,19 @@ def full_text() -> str:
     recorder.rejoined("committed", verdict(1, 1))
     recorder.refused(DigestMismatch("x", update_id="an-update", names=["layers.0.weight"]))
     recorder.fleet(ledger)
+    mean, limits = Mismatch(1, "3+", 10, 0.5, -0.5, 0.1, 2.0), Baselines()
+    for _ in range(BASELINE_COMMITS):
+        limits.judge([0, 1], {"engines": {0: 0.01, 1: 0.01}, "graphs": {0: 0.02}})
+    recorder.observed(Observation((mean,), ()))
+    recorder.probed(1, "scored")
+    recorder.probed(seconds=0.02)
+    recorder.mismatch([mean], limits, ProbeReport(1))
     return recorder.text()
 
 
-LABELS = {"engine", "state", "outcome", "reason", "phase", "what", "class", "version", "protocol", "le"}
+LABELS = {
+    "engine", "state", "outcome", "reason", "phase", "what", "class", "version", "protocol", "le", "behind", "estimator", "against"
+}  # fmt: skip
 
 
 def test_names_and_labels_keep_to_the_rules() -> None:

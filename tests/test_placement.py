@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from weightsync import config
-from weightsync.config import EngineSettings
 from weightsync.errors import ConfigError
 from weightsync.fleet.placement import beyond_reach, listen, own_address, pinned_to, require_gpus
+from weightsync.sections import EngineSettings
 
 
 def nodes(*gpus: int) -> list[dict[str, Any]]:

@@ -30,9 +30,15 @@ from weightsync.protocol import (
     EngineVerdict,
     FleetStatus,
     Manifest,
+    Mismatch,
+    Observation,
     Place,
+    ProbeAnswer,
+    ProbeReport,
     Retained,
     SlotReport,
+    Tallies,
+    Tally,
     TensorSpec,
     UpdateRequest,
     UpdateState,
@@ -64,6 +70,10 @@ CONTRACT = ContractReport(
     {"seal": 0.5},
 )  # fmt: skip
 SENT_AGAIN = SentAgain("update-1", 1, ERROR, 0.5)
+MISMATCH = Mismatch(1, "3+", 128, 0.5, -0.25, 0.125, 7.0)
+TALLY = Tally(1, 7, 128, 64.0, -32.0, 16.0, 7.0)
+PROBE = ProbeReport(7, {"0": 0.0, "1": 2.5}, {"1": 0.5}, (1,), ("engine 1 differs",), {"2": "late: no seat"}, "", 0.05)
+ANSWER = ProbeAnswer(({"7": -0.5, "8": -2.0},), ({"7": -0.5},), ({"7": -0.25},), "no graphs", "late", "no seat", 0.05)
 MESSAGES = [
     SLOT,
     CONTRACT,
@@ -86,6 +96,14 @@ MESSAGES = [
     RETAINED,
     FleetStatus("default", None, 0, (ENGINE,), None),
     FleetStatus("default", 7, 1, (ENGINE,), STATUS),
+    FleetStatus("default", 7, 1, (ENGINE,), STATUS, observed=(MISMATCH,), probe=PROBE),
+    dataclasses.replace(STATUS, probe=PROBE),
+    PROBE,
+    ANSWER,
+    MISMATCH,
+    TALLY,
+    Tallies((TALLY,)),
+    Observation((MISMATCH,), (1,), (9,)),
     SyncReport("update-1", 7, 68, 3, {"total": 1.5}, 0.5, (VERDICT,)),
     SyncReport("update-2", 7, 68, 3, {"total": 1.5}, 0.5, (VERDICT,), (SENT_AGAIN,)),
     SENT_AGAIN,

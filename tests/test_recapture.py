@@ -146,6 +146,7 @@ class TestAnUpdate:
             vllm_config=None,
             _recaptured=False,
             _released=False,
+            _untouched=False,
             _checks={},
             _seconds={},
             _repaired=Adoption(),
@@ -156,6 +157,7 @@ class TestAnUpdate:
             _held=Held(),
             _regions=Regions(),
             _alone=True,
+            _planner=SimpleNamespace(forget=lambda: done.append("forget")),
         )
         return made
 
@@ -294,7 +296,7 @@ def staged(**more: Any) -> Any:
     """What a worker has of an update that is all there."""
     offered = offer({"w": torch.ones(1)})
     plan = plan_buckets(offered.manifest, 64)
-    order = SimpleNamespace(request=SimpleNamespace(update_id="u", scope=()), stage="host", retain=False)
+    order = SimpleNamespace(request=SimpleNamespace(update_id="u", scope=()), stage="host", retain=False, plan=False)
     whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
     return SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole, into=None, **more)
 

@@ -5,6 +5,7 @@ Not covered: pauses under other policies than the default (`test_pausing.py`).
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -18,9 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleets import PROMPTS, Fleet, answers, engine_pid, wait_until
+from tests.fleets import PROMPTS, Fleet, answers, engine_pid, order_fault, wait_until
 from tests.test_metrics import require_promtool_content, samples
 from weightsync import WeightSync
+from weightsync.client import Lazy
 from weightsync.codec import decode
 from weightsync.errors import NoEngineReady, Refused, WeightSyncError
 from weightsync.protocol import ContractAnswer, EngineState
@@ -62,6 +64,39 @@ def test_metrics_tell_each_engines_own(fleet: Fleet, sync: WeightSync, tensors: 
     assert sync.status().engines[0].slots["weight"] == found['weightsync_contract_slots{class="weight",engine="0"}']
 
 
+def test_health_answers_within_a_second_all_through_a_long_update(fleet: Fleet, sync: WeightSync, tensors: Any) -> None:
+    took: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=fleet.url, timeout=10) as client:
+            while not ended.wait(0.1):
+                began = time.monotonic()
+                assert client.get("/livez").json() == {"status": "alive"}
+                took.append(time.monotonic() - began)
+
+    def slowly(tensor: Any) -> Any:
+        time.sleep(0.05)
+        return tensor
+
+    weights = tensors(KIND, 1)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        lazy = {n: Lazy(t.dtype, t.shape, functools.partial(slowly, t), t.device) for n, t in weights.items()}
+        report = sync.sync_weights(lazy)
+    finally:
+        ended.set()
+        asking.join(20)
+    assert report.seconds["total"] > 1 and len(took) > 0.5 * report.seconds["total"] / 0.1, "it was asked all the while"
+    assert max(took) < 1.0
+
+
+def test_the_page_is_there_without_the_token(fleet: Fleet, sync: WeightSync) -> None:
+    page = httpx.get(fleet.url)
+    assert page.status_code == 200 and page.headers["content-security-policy"] and fleet.token not in page.text
+
+
 def test_promtool_has_nothing_against_what_a_fleet_says(fleet: Fleet, sync: WeightSync) -> None:
     require_promtool_content(httpx.get(f"{fleet.url}/metrics", timeout=10).text)
 
@@ -74,6 +109,35 @@ def test_a_contract_is_told_worker_by_worker(fleet: Fleet, sync: WeightSync) -> 
     refused = fleet.get("/v1/engines/7/contract")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "refused")
     assert fleet.get("/v1/engines/0/contract", token="wrong").status_code == 401
+
+
+def test_a_check_reads_live_weights_while_they_serve_and_names_the_one_that_is_not_what_it_was(
+    fleet: Fleet, sync: WeightSync, tensors: Any, fault: Path, tmp_path: Path
+) -> None:
+    sync.sync_weights(tensors(KIND, 2))
+    first = sync.check()
+    assert first.ok and first.committed_version == sync.status().committed_version
+    for engine in first.engines:
+        (worker,) = engine.workers
+        assert worker.equal > 3 and worker.slots > 10 and worker.nbytes > 0
+        found = worker.equal + worker.first_seen + worker.unreadable
+        assert found > 0 and worker.unchanged == 0
+    again = sync.check([1]).engines[0].workers[0]
+    assert (again.first_seen, again.unchanged) == (0, first.engines[1].workers[0].first_seen)
+    order_fault(fault, 1, "check", at=-2)  # the last norm
+    try:
+        token = tmp_path / "token"
+        token.write_text(fleet.token)
+        line = [sys.executable, "-m", "weightsync.cli", "check", "--engine", "0", "--url", fleet.url, "--token-file", str(token)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "engine 0, worker 0: model.norm.weight is not what it was" in done.stdout, done
+        answered = fleet.post("/v1/check", {}).json()
+        assert [(e["ok"], e["workers"][0]["differs"]) for e in answered["engines"]] == [(False, ["model.norm.weight"]), (True, [])]
+    finally:
+        sync.sync_weights(tensors(KIND, 1))
+    assert sync.check().ok, "an update has brought it back"
+    with pytest.raises(Refused, match="no engine 9"):
+        sync.check([9])
 
 
 def test_a_paused_engine_generates_nothing_takes_updates_and_goes_on_with_the_newest(

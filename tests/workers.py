@@ -1,6 +1,6 @@
 """A worker's applier without vLLM: real admission, load maps and staged bytes; loading copies, and nothing is sealed.
 
-Not covered: what vLLM's loaders and a guard make of an update (the failure table has both).
+Not covered: what vLLM's loaders and a guard make of an update (the failure table has both); plans (`test_planned`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Guard:
         return []
 
     def verify(self, _: Adoption) -> Any:
-        return SimpleNamespace(counts={})
+        return SimpleNamespace(counts={}, slots={"weight": 2}, lines=list)
 
     def broken(self, *_: Any) -> VerdictNotOk | None:
         return VerdictNotOk("a fault made for a test") if self.fail and self.fail.pop(0) else None
@@ -184,7 +184,7 @@ class Worker:
         request = UpdateRequest(update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__, scope=scope)
         builds_on = (self._updates - 1, self.applier._held.counts if base is None else base) if scope else (None, "")
         meeting = CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo")
-        order = BeginOrder(request, meeting, 0, 1, 1.0, "", self._stage, self._retain, *builds_on)
+        order = BeginOrder(request, meeting, 0, 1, 1.0, "", self._stage, self._retain, *builds_on, plan=False)
         assert self.applier.begin(order).error is None
         return update
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 import time
 import typing
@@ -21,6 +22,7 @@ from pydantic import BaseModel
 import weightsync
 from weightsync import config
 from weightsync.errors import ConfigError, InternalError, Refused, WeightSyncError
+from weightsync.sections import ApiSettings
 
 if typing.TYPE_CHECKING:
     from weightsync.client import WeightSync
@@ -29,7 +31,7 @@ if typing.TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code: 0 done, 1 failed, 2 wrong use."""
+    """Run a command; the exit code: 0 done, 1 failed, 2 wrong use; of `status` 3 when not all engines serve."""
     parser = _parser()
     args = parser.parse_args(arguments)
     logging.basicConfig(
@@ -45,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads has seen enough; what Python would flush at its end has nowhere to go either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,10 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(demo)
     demo.set_defaults(run=run)
 
-    status = commands.add_parser("status", help="what each engine serves")
-    _add_client(status)
-    status.add_argument("--json", action="store_true", help="the status as JSON")
-    status.set_defaults(run=_status)
+    _add_status(commands)
 
     _add_updates(commands)
 
@@ -82,8 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_pins(commands)
     _add_halts(commands)
 
-    check = commands.add_parser("check", help="start an engine on a checkpoint and find out whether it follows its weights")
-    check.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    about = "have the fleet's engines read their live weights again; with --model start one and find out whether it follows its weights"
+    check = commands.add_parser("check", help=about, description=about)
+    check.add_argument(
+        "--engine", type=int, action="append", default=[], help="ordinal, without --model: check this one; all when not given"
+    )
+    check.add_argument("--model", type=Path, help="folder of the checkpoint")
     second = check.add_mutually_exclusive_group()
     second.add_argument("--other", type=Path, help="folder of other weights of the same model; without it values stay unproven")
     second.add_argument("--identity", action="store_true", help="only send the engine its own weights: they must change nothing")
@@ -91,13 +97,26 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vLLM, as a JSON object")
     check.add_argument("--timeout", type=float, default=1800.0, help="deadline of each engine, seconds (default 1800)")
     check.add_argument("--json", action="store_true", help="the report as JSON")
+    _add_client(check)
     check.set_defaults(run=_check)
 
-    stop = commands.add_parser("stop", help="end a fleet that a killed `serve` left behind")
+    stop = commands.add_parser("stop", help="end a fleet that an earlier `serve` left behind")
     stop.add_argument("--fleet", default="default")
     stop.add_argument("--state_dir", type=Path, default=config.default_state_dir())
     stop.set_defaults(run=_stop)
     return parser
+
+
+def _add_status(commands: Any) -> None:
+    codes = "exit code: 0 all engines that no pin holds serve the fleet's version; 1 the service can't be asked; 2 wrong use; 3 not all do"
+    status = commands.add_parser("status", help="what each engine serves", epilog=codes)
+    _add_client(status)
+    status.add_argument("--json", action="store_true", help="the status as JSON")
+    about = (
+        "show it again and again, every SECONDS (default 2), until Ctrl-C; in a pipe, and with --json by the line, whenever it has changed"
+    )
+    status.add_argument("--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help=about)
+    status.set_defaults(run=_status)
 
 
 def _add_updates(commands: Any) -> None:
@@ -164,7 +183,7 @@ def _help(field: Any) -> str:
 
 
 def _add_client(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=f"http://127.0.0.1:{config.ApiSettings().port}", help="the service (default %(default)s)")
+    parser.add_argument("--url", default=f"http://127.0.0.1:{ApiSettings().port}", help="the service (default %(default)s)")
     parser.add_argument("--token-file", type=Path, default=config.default_state_dir() / "default" / "token", help="default %(default)s")
 
 
@@ -188,18 +207,14 @@ def _client(args: argparse.Namespace) -> WeightSync:
 
 
 def _status(args: argparse.Namespace) -> int:
-    import json
+    """Exit code 3 when the fleet answers and not all serve; with `--watch` by what was seen last."""
+    from weightsync.watching import Watching
 
-    from weightsync.codec import encode
-    from weightsync.shown import show_status
-
+    if args.watch is not None and not 0 < args.watch <= 86_400:
+        raise ConfigError(f"--watch: got {args.watch:g}, want seconds, above 0 and at most a day")
     with _client(args) as client:
-        status = client.status()
-    if args.json:
-        print(json.dumps(encode(status)))
-    else:
-        show_status(status)
-    return 0
+        watching = Watching(client.status, as_json=args.json)
+        return watching.once() if args.watch is None else watching.until_ended(args.watch)
 
 
 def _scale(args: argparse.Namespace) -> int:
@@ -297,7 +312,27 @@ def _halt(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_fleet(args: argparse.Namespace) -> int:
+    """Exit code 1 when something stands against an engine, or one could not be checked."""
+    import json
+
+    from weightsync.codec import encode
+    from weightsync.shown import show_check
+
+    if args.other or args.identity or args.strict or args.engine_args != "{}":
+        raise ConfigError("--other, --identity, --strict and --engine-args go with --model")
+    with _client(args) as client:
+        found = client.check(args.engine, args.timeout)
+    if args.json:
+        print(json.dumps(encode(found)))
+    else:
+        show_check(found)
+    return int(not found.ok)
+
+
 def _check(args: argparse.Namespace) -> int:
+    if args.model is None:
+        return _check_fleet(args)
     import json
 
     from rich.console import Console

@@ -12,6 +12,7 @@
     │   ├── PinRefused         engines can't be pinned so, or a pin holds them
     │   ├── UpdateConflict     another update is under way; names it
     │   ├── MemoryRefused      staging or a bucket would not fit
+    │   ├── SamplesRefused     what `observe` was given can't be; names the sample
     │   └── NoEngineReady      no engine can take the request
     │       └── EngineUpdating  it is being updated, and takes none meanwhile
     ├── UpdateFailed           the update began and did not commit
@@ -185,6 +186,12 @@ class MemoryRefused(Refused):
     """Staging the update would not fit in the memory that is free."""
 
     code, http_status = "memory_refused", 507
+
+
+class SamplesRefused(Refused):
+    """Samples for `observe` have shapes, lengths or numbers that can't be; the message names the sample. Nothing was counted."""
+
+    code, http_status = "samples_refused", 422
 
 
 class NoEngineReady(Refused):

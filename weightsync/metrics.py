@@ -16,13 +16,24 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from weightsync.errors import DigestMismatch, HeldBack, WeightSyncError
-from weightsync.protocol import PROTOCOL_VERSION, EngineState, EngineStatus, EngineVerdict, Phase, UpdateState, UpdateStatus
+from weightsync.protocol import (
+    PROTOCOL_VERSION,
+    EngineState,
+    EngineStatus,
+    EngineVerdict,
+    Mismatch,
+    Observation,
+    Phase,
+    ProbeReport,
+    UpdateState,
+    UpdateStatus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +46,17 @@ _DRIFT = {
     "refreshed": "refreshed",
     **{fault: f"faults_{fault}" for fault in ("lost", "anonymous", "moved", "changed_layout", "scalar")},
 }
+
+
+class Limits(Protocol):
+    """What engines were off by when they were probed last, and may be, nats (`fleet.compared.Baselines`)."""
+
+    @property
+    def last(self) -> Mapping[tuple[int, Any], float]: ...
+
+    def baseline(self, engine: int, against: Any) -> float | None: ...
+
+    def limit(self, engine: int, against: Any) -> float: ...
 
 
 class Book(Protocol):
@@ -108,6 +130,9 @@ class Recorder:
             "weightsync_rejoins", "Engines brought to the committed version by another one, and how it ended.", ["outcome"], **new
         )
         self._bytes = Counter("weightsync_sent_bytes", "Bytes of the tensors of committed updates.", **new)
+        self._seen = Counter("weightsync_observed_tokens", "Sampled tokens that trainers have told of.", ["engine", "behind"], **new)
+        self._probes = Counter("weightsync_probes", "Probes of an engine behind commits, and how they ended.", ["engine", "outcome"], **new)
+        self._probe = Histogram("weightsync_probe_seconds", "Time of a probe, of all engines at once.", buckets=_SECONDS_BUCKETS, **new)
 
     def _make_gauges(self, **new: Any) -> None:
         self._build = Gauge("weightsync_build_info", "Constant 1.", ["version", "protocol"], **new)
@@ -123,11 +148,14 @@ class Recorder:
             "weightsync_last_broadcast_bytes_per_second", "Those bytes by the time that the slowest engine took to receive them.", **new
         )
         self._committed.set(-1)
+        for outcome in (UpdateState.COMMITTED, UpdateState.ABORTED):
+            self._updates.labels(str(outcome))  # from 0 on, so that the first one shows as a rise
 
     def _make_engine_gauges(self, **new: Any) -> None:
         def gauge(name: str, about: str, *labels: str) -> Gauge:
             return Gauge(f"weightsync_{name}", about, ["engine", *labels], **new)
 
+        self._workers = gauge("engine_workers", "vLLM workers of an engine; 0 while it starts.")
         self._version = gauge("engine_version", "Version an engine holds; -1 if none.")
         self._behind = gauge("engine_staleness_updates", "Updates committed since the one that an engine holds; left out if it holds none.")
         self._age = gauge("engine_staleness_seconds", "Time since an engine committed last; left out before its first.")
@@ -136,8 +164,17 @@ class Recorder:
         self._retained = gauge("retained_bytes", "Host memory that an engine keeps for engines that come later.")
         self._staging = gauge("staging_bytes", "Memory in which an engine holds an update beside its weights, or keeps for the next.")
         self._rollback = gauge("rollback_bytes", "Host memory of the update that an engine comes back to; 0 if it is the retained one.")
+        self._difference = gauge(
+            "observed_difference_nats", "Mean |log p_trainer - log p_rollout| of an engine's tokens of late.", "behind"
+        )
+        self._kl = gauge("observed_kl_nats", "Mean of an estimator of KL(rollout || trainer) on the same tokens.", "behind", "estimator")
+        self._off = gauge("probe_difference_nats", "How far an engine's answers to fixed prompts were off in the last probe.", "against")
+        self._baseline = gauge("probe_baseline_nats", "How far they were off in its first commits; left out before those.", "against")
+        self._limit = gauge("probe_limit_nats", "How far they may be off.", "against")
+        self._named = gauge("probe_named", "1 if the last probe found the fault in this engine, 0 if it probed it and did not.")
         self._of_engines = (
-            self._version, self._behind, self._age, self._silence, self._slots, self._retained, self._staging, self._rollback,
+            self._workers, self._version, self._behind, self._age, self._silence, self._slots,
+            self._retained, self._staging, self._rollback,
         )  # fmt: skip
 
     @_never_fails
@@ -221,6 +258,7 @@ class Recorder:
             self._known.add(engine.engine)
             for what in _DRIFT:
                 self._drift.labels(ordinal, what)  # from 0 on, so that the first one shows as a rise
+        self._workers.labels(ordinal).set(engine.workers)
         self._version.labels(ordinal).set(-1 if engine.version is None else engine.version)
         if behind is not None:
             self._behind.labels(ordinal).set(behind)
@@ -232,6 +270,37 @@ class Recorder:
         self._retained.labels(ordinal).set(engine.retained.nbytes if engine.retained else 0)
         self._staging.labels(ordinal).set(engine.memory.get("staging", 0))
         self._rollback.labels(ordinal).set(engine.memory.get("rollback", 0))
+
+    @_never_fails
+    def observed(self, told: Observation) -> None:
+        """Count what a trainer has told."""
+        for mean in told.engines:
+            self._seen.labels(str(mean.engine), mean.behind).inc(mean.tokens)
+
+    @_never_fails
+    def probed(self, engine: int | None = None, outcome: str = "", seconds: float | None = None) -> None:
+        """Count how the probe of an engine ended, as a code; or how long a probe took."""
+        if engine is not None:
+            self._probes.labels(str(engine), outcome).inc()
+        if seconds is not None:
+            self._probe.observe(seconds)
+
+    @_never_fails
+    def mismatch(self, observed: Sequence[Mismatch], limits: Limits, probe: ProbeReport | None) -> None:
+        """Set the gauges of trainers' samples and of the last probe."""
+        for gauge in (self._difference, self._kl, self._off, self._baseline, self._limit, self._named):
+            gauge.clear()
+        for mean in observed:
+            self._difference.labels(str(mean.engine), mean.behind).set(mean.difference)
+            self._kl.labels(str(mean.engine), mean.behind, "k1").set(mean.k1)
+            self._kl.labels(str(mean.engine), mean.behind, "k3").set(mean.k3)
+        for (engine, against), value in limits.last.items():
+            self._off.labels(str(engine), against).set(value)
+            self._limit.labels(str(engine), against).set(limits.limit(engine, against))
+            if (baseline := limits.baseline(engine, against)) is not None:
+                self._baseline.labels(str(engine), against).set(baseline)
+            if probe is not None:
+                self._named.labels(str(engine)).set(engine in probe.named)
 
     def text(self) -> str:
         """Everything in Prometheus's text format."""

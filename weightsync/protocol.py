@@ -12,11 +12,20 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsync.checked import EngineCheck as EngineCheck
+from weightsync.checked import FleetCheck as FleetCheck
+from weightsync.checked import WorkerCheck as WorkerCheck
 from weightsync.manifest import DTYPE_BYTES as DTYPE_BYTES
 from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from weightsync.manifest import MAX_TENSORS as MAX_TENSORS
 from weightsync.manifest import Manifest as Manifest
 from weightsync.manifest import TensorSpec as TensorSpec
+from weightsync.mismatch import Mismatch as Mismatch
+from weightsync.mismatch import Observation as Observation
+from weightsync.mismatch import ProbeAnswer as ProbeAnswer
+from weightsync.mismatch import ProbeReport as ProbeReport
+from weightsync.mismatch import Tallies as Tallies
+from weightsync.mismatch import Tally as Tally
 from weightsync.place import Place as Place
 from weightsync.place import Retained as Retained
 from weightsync.report import ContractAnswer as ContractAnswer
@@ -197,6 +206,7 @@ class BeginOrder:
         hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
+        traceparent: of the trainer's span (`tracing`); empty if there is none.
         plan: whether layers that keep what is loaded may be written as copies, once an update like this one has shown which.
     """
 
@@ -214,6 +224,7 @@ class BeginOrder:
     keep_in: str = ""
     restores: str = ""
     rewinds: int = 0
+    traceparent: str = ""
     plan: bool = True
 
     @property
@@ -282,7 +293,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class UpdateStatus:
-    """One update, as the ledger knows it; `rewind` when it asked to go back."""
+    """One update, as the ledger knows it; `rewind` when it asked to go back, `probe` what one found behind its commit."""
 
     update_id: str
     version: int
@@ -295,6 +306,7 @@ class UpdateStatus:
     verdicts: tuple[EngineVerdict, ...] = ()
     error: dict[str, Any] | None = None
     rewind: bool = False
+    probe: ProbeReport | None = None
 
 
 @dataclass(frozen=True)
@@ -352,6 +364,8 @@ class FleetStatus:
     Attributes:
         ready: engines that serve the committed version; pinned ones don't count.
         rewinds: how often it has gone back to an earlier version.
+        observed: what trainers have said of late of their samples (`observe`), by engine and how many updates they were behind.
+        probe: what the last probe found, also one behind a rejoin; None before the first.
     """
 
     fleet: str
@@ -361,6 +375,8 @@ class FleetStatus:
     update: UpdateStatus | None
     protocol_version: int = PROTOCOL_VERSION
     rewinds: int = 0
+    observed: tuple[Mismatch, ...] = ()
+    probe: ProbeReport | None = None
 
     def staleness(self, version: int | None) -> int | None:
         """How far what was sampled from `version` is behind the committed one, never below 0.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync.protocol import EngineStatus, EngineVerdict
+from weightsync.protocol import EngineStatus, EngineVerdict, ProbeReport
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class SyncReport:
         pause_seconds: the longest time any engine generated nothing.
         verdicts: one per engine of the fleet; those that took no part say why.
         sent_again: what was sent before and lost with an engine; empty when all went well at once.
+        probe: what engines' answers to fixed prompts said behind the commit; None when it was off, or had not ended by then.
     """
 
     update_id: str
@@ -49,6 +50,7 @@ class SyncReport:
     pause_seconds: float
     verdicts: tuple[EngineVerdict, ...]
     sent_again: tuple[SentAgain, ...] = ()
+    probe: ProbeReport | None = None
 
 
 @dataclass(frozen=True)

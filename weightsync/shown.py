@@ -5,33 +5,54 @@ Not covered: the status as data, which `--json` prints.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from weightsync.errors import WeightSyncError
-from weightsync.protocol import EngineState, EngineStatus, FleetStatus
+from weightsync.mismatch import BEHIND, standing_out
+from weightsync.protocol import EngineState, EngineStatus, FleetCheck, FleetStatus
 
 #: Columns as they are shown.
 _COLUMNS = ("engine", "state", "version", "pin", "update", "address", "workers", "vLLM", "keeps", "reason")
 #: Which of them come first where there is no room for all; without the first three a line says nothing.
 _BY_WEIGHT = ("engine", "state", "version", "reason", "pin", "address", "keeps", "update", "workers", "vLLM")
 _LEAST = 3
+#: Columns of what is no terminal, and says nothing of its width: room for everything.
+_WIDE = 1000
+
+
+def terminal() -> Console:
+    """Standard output: as wide as the terminal, or as `COLUMNS` says; in a pipe or a file nothing is cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=shutil.get_terminal_size((_WIDE, 24)).columns)
 
 
 def show_status(status: FleetStatus, console: Console | None = None) -> None:
     """Print the fleet as a table, as many columns as the terminal has room for in full, and what the table can't hold below it."""
-    console = console or Console()
+    console = console or terminal()
+    table, below = _parts(status, console)
+    console.print(table)
+    for line in below:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def picture(status: FleetStatus, console: Console) -> Group:
+    """The same as one thing that can be drawn again in its place."""
+    table, below = _parts(status, console)
+    return Group(table, *map(Text, below))
+
+
+def _parts(status: FleetStatus, console: Console) -> tuple[Table, list[str]]:
     rows = [_cells(engine) for engine in status.engines]
     filled = {column for column in _COLUMNS if any(row[column] for row in rows)}
     columns = _that_fit(status, rows, filled, console)
-    console.print(_table(status, rows, columns))
-    for line in _below(status, [column for column in _COLUMNS if column in filled.difference(columns)]):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return _table(status, rows, columns), list(_below(status, [c for c in _COLUMNS if c in filled.difference(columns)]))
 
 
 def _that_fit(status: FleetStatus, rows: list[dict[str, str]], filled: set[str], console: Console) -> list[str]:
@@ -65,6 +86,7 @@ def _below(status: FleetStatus, left_out: list[str]) -> Iterator[str]:
         yield f"no room for: {', '.join(left_out)} (widen the terminal, or --json)"
     if (update := status.update) is not None and not update.state.final:
         yield f"update {update.update_id} to version {update.version} is under way ({update.state})"
+    yield from _mismatch(status)
     for engine in status.engines:
         if engine.state == EngineState.SILENT:
             who = ", ".join(map(str, engine.silent_workers))
@@ -73,6 +95,42 @@ def _below(status: FleetStatus, left_out: list[str]) -> Iterator[str]:
         if engine.failed:
             error = WeightSyncError.from_dict(engine.failed)
             yield f"engine {engine.engine}, last update: {error.code}: {error}"
+
+
+def _mismatch(status: FleetStatus) -> Iterator[str]:
+    """What probes and trainers' samples say of engines."""
+    if status.probe is not None:
+        yield from (f"probe of version {status.probe.version}: {said}" for said in status.probe.said)
+    named = standing_out(status.observed)
+    for behind in BEHIND:
+        of = [f"engine {m.engine} {m.difference:.3g}" + " (!)" * (m.engine in named) for m in status.observed if m.behind == behind]
+        if of:
+            yield f"trainer and rollout differ, {behind} updates behind, nats a token: {', '.join(of)}"
+
+
+def show_check(found: FleetCheck, console: Console | None = None) -> None:
+    """Print what a check of live engines found: a line for each worker, and what stands against it below."""
+    console = console or terminal()
+    table = Table(title=f"fleet at version {found.committed_version}: {'all is as it was sent' if found.ok else 'NOT as it should be'}")
+    for column in ("engine", "worker", "version", "as sent", "unchanged", "first seen", "unreadable", "slots", "read", "seconds", ""):
+        table.add_column(column, overflow="fold")
+    below = []
+    for engine in found.engines:
+        version = "-" if engine.version is None else str(engine.version)
+        if engine.error:
+            table.add_row(str(engine.engine), "-", version, *[""] * 7, "not checked")
+            below.append(f"engine {engine.engine}: {engine.error['code']}: {WeightSyncError.from_dict(engine.error)}")
+        for w in engine.workers:
+            counts = w.equal, w.unchanged, w.first_seen, w.unreadable, w.slots
+            read = f"{w.nbytes / 1e9:.2f} GB", f"{w.seconds:.2f}"
+            table.add_row(str(engine.engine), str(w.rank), version, *map(str, counts), *read, "ok" if w.ok else "NOT ok")
+            about = f"engine {engine.engine}, worker {w.rank}"
+            below += [f"{about}: {name} is not what it was" for name in w.differs] + [f"{about}: {fault}" for fault in w.faults]
+            below += [f"{about}: {w.left_out} more"] if w.left_out else []
+            below += [f"{about}: {w.error['code']}: {WeightSyncError.from_dict(w.error)}"] if w.error else []
+    console.print(table)
+    for line in below:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Sending:

@@ -1,7 +1,9 @@
 """Faults on order in a real engine's worker: this folder on PYTHONPATH, and FAULT_FILE with what is to fail.
 
-The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify` or `either`), `at` (tensors that
-are loaded before it fails) and `times`, which each fault counts down. Nothing fails while there is no file.
+The file has JSON: `engine` (ordinal), `rank` of the worker in it, `step` (`apply`, `verify`, `either` or `check`; or `poke` and `rebind`,
+behind which the proof has passed, and weights change that nobody has sent: in place, or by another tensor, which captured graphs do not
+read), `at` (tensors that are loaded before it fails; for a check the parameter in which a bit is flipped before it is read) and `times`,
+which each fault counts down. Nothing fails while there is no file.
 
 Not covered: faults outside a worker.
 """
@@ -54,10 +56,24 @@ class Broken:
             yield pair
 
 
+def poke(model: Any, *, in_place: bool) -> None:
+    """Give the last norm other weights."""
+    import torch
+
+    weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("model.norm.weight"))
+    other = weight.detach() * torch.linspace(-2, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
+    if in_place:
+        weight.data.copy_(other)
+    else:
+        weight.data = other
+
+
 def break_(module: Any) -> None:
     """Put the faults around the applier's steps."""
+    import torch  # not before: every process of an engine loads this file
+
     applier = module.Applier
-    stock_load, stock_prove = applier._load, applier._prove
+    stock_load, stock_prove, stock_check = applier._load, applier._prove, applier.check
 
     def load(self: Any, incoming: Any) -> Any:
         fault = due(self, "apply")
@@ -66,9 +82,20 @@ def break_(module: Any) -> None:
     def prove(self: Any) -> Any:
         from weightsync.errors import VerdictNotOk
 
-        return VerdictNotOk(SAID) if due(self, "verify") else stock_prove(self)
+        if due(self, "verify"):
+            return VerdictNotOk(SAID)
+        found = stock_prove(self)
+        for step in ("poke", "rebind"):
+            if due(self, step):
+                poke(self.model, in_place=step == "poke")
+        return found
 
-    applier._load, applier._prove = load, prove
+    def check(self: Any, anew: bool) -> Any:
+        if anew and (fault := due(self, "check")):
+            list(self.model.parameters())[fault["at"]].view(-1)[:1].view(torch.uint8)[0] ^= 1
+        return stock_check(self, anew)
+
+    applier._load, applier._prove, applier.check = load, prove, check
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -1,4 +1,4 @@
-"""FastAPI routes. Health, metrics and the description need no token and name nothing; the rest does, whatever its path.
+"""FastAPI routes. Health, metrics, the page and the description need no token and name nothing; the rest does, whatever its path.
 
 Every answer that is not 2xx is `{"error": {code, message, hint, …}}`, the form of
 `errors.WeightSyncError`; without the token it is the code alone. Bodies are JSON
@@ -13,28 +13,31 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Request
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 import weightsync
+from weightsync import tracing
+from weightsync.api import description, examples, page
 from weightsync.api.discovery import targets
-from weightsync.api.examples import CONTRACT
-from weightsync.api.health import readiness
+from weightsync.api.health import Readiness, readiness
 from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
 from weightsync.fleet.gate import bound, has_token
 from weightsync.fleet.inside import refuse
-from weightsync.protocol import MAX_VERSION, FleetStatus
+from weightsync.protocol import MAX_VERSION, Admission, EngineStatus, FleetCheck, FleetStatus, UpdateStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
 #: Where the routes lie that need the token.
 _GUARDED = "/v1"
-#: All that may be asked without it, under just these names: health, metrics, and the description of the API.
-_OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+#: All that may be asked without it, under just these names: health, metrics, the status page (which holds nothing of the fleet; a
+#: root path without its slash is sent on to it), and the description of the API.
+_OPEN = frozenset({"", "/", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
 
 
 class Controller(Protocol):
@@ -45,7 +48,7 @@ class Controller(Protocol):
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # else `false` would be engine 0
 
 
 class CommitBody(_Body):
@@ -107,23 +110,28 @@ def build(controller: Controller, token: Callable[[], str], min_ready: int, max_
     app = FastAPI(title="weightsync", version=weightsync.__version__, description="In-place weight sync for vLLM fleets")
     app.add_middleware(_Guard, token=token, limit=max_request_bytes)
     _handle_errors(app)
+    app.include_router(page.router)
     app.include_router(_health_routes(controller, min_ready))
-    guarded = APIRouter(prefix=_GUARDED)
+    guarded = APIRouter(prefix=_GUARDED, dependencies=[Security(description.BEARER)], responses=description.ERRORS)
     _fleet_routes(guarded, controller, control_seconds)
+    _order_routes(guarded, controller, control_seconds)
     _update_routes(guarded, controller, control_seconds)
+    _sample_routes(guarded, controller, control_seconds)
     app.include_router(guarded)
     return app
 
 
 def _health_routes(controller: Controller, min_ready: int) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=description.ERRORS)
 
     @router.get("/livez", summary="This process answers")
     async def livez() -> dict[str, str]:
         return {"status": "alive"}
 
     @router.get(
-        "/readyz", summary="Enough engines serve the committed version", responses={503: {"description": "not ready, with reason codes"}}
+        "/readyz",
+        summary="Enough engines serve the committed version",
+        responses={200: {"model": Readiness}, 503: {"model": Readiness, "description": "not ready, with reason codes"}},
     )
     async def readyz() -> JSONResponse:
         try:
@@ -133,7 +141,7 @@ def _health_routes(controller: Controller, min_ready: int) -> APIRouter:
         verdict = readiness(status, min_ready)
         return JSONResponse(encode(verdict), 200 if verdict.ready else 503)
 
-    @router.get("/metrics", summary="Prometheus text", response_class=PlainTextResponse)
+    @router.get("/metrics", summary="Prometheus text", response_class=PlainTextResponse, responses=description.ERRORS_AS_JSON)
     async def metrics() -> PlainTextResponse:
         text = await controller.ask("metrics", timeout_seconds=_HEALTH_TIMEOUT_SECONDS)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -141,54 +149,85 @@ def _health_routes(controller: Controller, min_ready: int) -> APIRouter:
     return router
 
 
+#: Of routes that answer with the fleet's status.
+_STATUS: dict[str, Any] = {"response_model": None, "responses": description.answer(FleetStatus, examples.STATUS)}
+
+
 def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
-    @router.get("/status", summary="The fleet in one look")
+    @router.get("/status", summary="The fleet in one look", **_STATUS)
     async def status() -> dict[str, Any]:
         return dict(await controller.ask("status", timeout_seconds=seconds))
 
-    @router.get("/engines", summary="Address, version and state of every engine")
+    @router.get(
+        "/engines",
+        summary="Address, version and state of every engine",
+        response_model=None,
+        responses=description.answer(list[EngineStatus], [examples.ENGINE]),
+    )
     async def engines() -> list[dict[str, Any]]:
         return list((await controller.ask("status", timeout_seconds=seconds))["engines"])
 
     @router.get(
         "/engines/{ordinal}/contract",
         summary="What an engine's workers sealed of the memory that captured graphs read, and what became of it",
-        responses={200: {"content": {"application/json": {"example": CONTRACT}}}},
+        response_model=None,
+        responses=description.answer(description.EngineContract, examples.CONTRACT),
     )
     async def contract(ordinal: Annotated[int, Path(ge=0, le=MAX_VERSION, examples=[0])]) -> dict[str, Any]:
         return dict(await controller.ask("contract", ordinal, timeout_seconds=2 * seconds))
 
-    @router.get("/targets", summary="The same as a Prometheus HTTP service-discovery document")
+    @router.post(
+        "/check",
+        summary="Have engines digest their live weights anew, while they serve, and compare them with what was sent",
+        response_model=None,
+        responses=description.answer(FleetCheck, examples.CHECK),
+    )
+    async def check(body: EnginesBody) -> dict[str, Any]:
+        most = body.timeout_seconds + 2 * seconds
+        return dict(await controller.ask("check", body.engines, body.timeout_seconds, timeout_seconds=most))
+
+    @router.get(
+        "/targets",
+        summary="The same as a Prometheus HTTP service-discovery document",
+        response_model=None,
+        responses=description.answer(list[description.TargetGroup], [examples.TARGET]),
+    )
     async def discovery() -> list[dict[str, Any]]:
         return targets(decode(FleetStatus, await controller.ask("status", timeout_seconds=seconds)))
 
-    @router.post("/sleep", summary="Have engines give their GPU's memory back; answers with the fleet's status")
+
+def _order_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.post("/sleep", summary="Have engines give their GPU's memory back; answers with the fleet's status", **_STATUS)
     async def sleep(body: SleepBody) -> dict[str, Any]:
         return await rest(body, body.level)
 
-    @router.post("/wake", summary="Have engines take it again; answers with the fleet's status")
+    @router.post("/wake", summary="Have engines take it again; answers with the fleet's status", **_STATUS)
     async def wake(body: EnginesBody) -> dict[str, Any]:
         return await rest(body, 0)
 
-    @router.post("/pause", summary="Have engines generate nothing until they are resumed; updates go on; answers with the fleet's status")
+    @router.post(
+        "/pause", summary="Have engines generate nothing until they are resumed; updates go on; answers with the fleet's status", **_STATUS
+    )
     async def pause(body: EnginesBody) -> dict[str, Any]:
         return await halt("pause", body)
 
-    @router.post("/resume", summary="Have paused engines go on; answers with the fleet's status")
+    @router.post("/resume", summary="Have paused engines go on; answers with the fleet's status", **_STATUS)
     async def resume(body: EnginesBody) -> dict[str, Any]:
         return await halt("resume", body)
 
-    @router.post("/scale", summary="Add engines, or take some away; answers with the fleet's status while those that come are starting")
+    @router.post(
+        "/scale", summary="Add engines, or take some away; answers with the fleet's status while those that come are starting", **_STATUS
+    )
     async def scale(body: ScaleBody) -> dict[str, Any]:
         # Behind an update under way, the draining, and the end of processes.
         most = body.timeout_seconds + 4 * seconds
         return dict(await controller.ask("scale", body.engines, body.drain, body.timeout_seconds, timeout_seconds=most))
 
-    @router.post("/pin", summary="Hold engines at a version that they serve, and leave them out of updates; the fleet's status")
+    @router.post("/pin", summary="Hold engines at a version that they serve, and leave them out of updates; the fleet's status", **_STATUS)
     async def pin(body: PinBody) -> dict[str, Any]:
         return dict(await controller.ask("pin", body.name, body.version, body.engines, timeout_seconds=4 * seconds))
 
-    @router.post("/unpin", summary="Let the engines of a pin take updates again; answers with the fleet's status")
+    @router.post("/unpin", summary="Let the engines of a pin take updates again; answers with the fleet's status", **_STATUS)
     async def unpin(body: UnpinBody) -> dict[str, Any]:
         return dict(await controller.ask("unpin", body.name, timeout_seconds=4 * seconds))
 
@@ -202,30 +241,45 @@ def _fleet_routes(router: APIRouter, controller: Controller, seconds: float) -> 
 
 
 def _update_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
-    @router.get("/updates", summary="Updates, newest first")
-    async def updates() -> list[dict[str, Any]]:
-        return list(await controller.ask("updates", timeout_seconds=seconds))
+    shown: dict[str, Any] = {"response_model": None, "responses": description.answer(UpdateStatus, examples.UPDATE)}
+    listed = description.answer(list[UpdateStatus], [examples.UPDATE])
+    admitted = description.answer(Admission, examples.ADMISSION, 201)
+    about = description.body("An UpdateRequest (`weightsync.protocol`); `weightsync.WeightSync` makes it", examples.REQUEST)
 
-    @router.get("/updates/{update_id}", summary="One update")
+    @router.get("/updates", summary="Updates, newest first", response_model=None, responses=listed)
+    async def updates(limit: Annotated[int, Query(ge=1, le=10_000, examples=[12])] = 10_000) -> list[dict[str, Any]]:
+        return list(await controller.ask("updates", limit, timeout_seconds=seconds))
+
+    @router.get("/updates/{update_id}", summary="One update", **shown)
     async def update(update_id: str) -> dict[str, Any]:
         return dict(await controller.ask("update", update_id, timeout_seconds=seconds))
 
-    @router.post("/updates", summary="Begin an update; the body is an UpdateRequest", status_code=201)
+    @router.post("/updates", summary="Begin an update", status_code=201, response_model=None, responses=admitted, openapi_extra=about)
     async def begin(request: Request) -> dict[str, Any]:
-        # Not a pydantic model: the controller decodes it once, by the same code as every other message.
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as exc:
-            raise Refused(f"the body is not JSON: {exc}", hint="Send an UpdateRequest") from None
-        return dict(await controller.ask("begin", body, timeout_seconds=4 * seconds))
+        trace = tracing.valid(request.headers.get("traceparent", ""))
+        return dict(await controller.ask("begin", await _json(request, "UpdateRequest"), trace, timeout_seconds=4 * seconds))
 
-    @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts")
+    @router.post("/updates/{update_id}/commit", summary="Wait until staged, apply everywhere, answer with the verdicts", **shown)
     async def commit(update_id: str, body: Annotated[CommitBody, Depends(_commit_body)]) -> dict[str, Any]:
         return dict(await controller.ask("commit", update_id, body.timeout_seconds, timeout_seconds=body.timeout_seconds + seconds))
 
-    @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied")
+    @router.post("/updates/{update_id}/abort", summary="End an update that has not been applied", **shown)
     async def abort(update_id: str, body: AbortBody | None = None) -> dict[str, Any]:
         return dict(await controller.ask("abort", update_id, (body or AbortBody()).reason, timeout_seconds=2 * seconds))
+
+
+def _sample_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
+    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
+    async def observe(request: Request) -> dict[str, Any]:
+        return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
+
+
+async def _json(request: Request, message: str) -> Any:
+    """A body that is no pydantic model: the controller decodes it once, by the same code as every other message."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as exc:
+        raise Refused(f"the body is not JSON: {exc}", hint=f"Send {message}") from None
 
 
 def _commit_body(body: CommitBody | None = None) -> CommitBody:
@@ -249,18 +303,25 @@ def _handle_errors(app: FastAPI) -> None:
         return JSONResponse({"error": Refused(f"the request is not valid: {text}").to_dict()}, 422)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, exc: HTTPException) -> JSONResponse:
-        return JSONResponse({"error": Refused(str(exc.detail)).to_dict()}, exc.status_code)
+    async def http(request: Request, exc: HTTPException) -> JSONResponse:
+        headers = {"allow": ", ".join(_methods(app, request))} if exc.status_code == 405 else None
+        return JSONResponse({"error": Refused(str(exc.detail)).to_dict()}, exc.status_code, headers=headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, exc: Exception) -> JSONResponse:
         return answer(request, InternalError(f"{type(exc).__name__}: {exc}"))
 
 
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """What may be asked of a path; starlette itself names the methods of the first route alone."""
+    matching = (route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE)
+    return sorted({method for route in matching for method in route.methods or ()})
+
+
 def _route(scope: Any) -> str:
     """The path that routes are found by: behind a proxy, or mounted in another application, the root path is no part of it."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
 class _Guard:

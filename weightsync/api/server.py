@@ -1,7 +1,7 @@
 """`weightsync serve`: bring the fleet up, answer HTTP, take down what was started.
 
-SIGINT and SIGTERM end everything in order; a kill leaves the fleet running, and
-the next `serve` adopts it.
+SIGINT and SIGTERM end everything in order. A kill, or with `leave_fleet` these signals too, leaves the fleet running,
+and the next `serve` adopts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from weightsync import config
+from weightsync import config, logs
 from weightsync.api import app as api
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fleet import placement
@@ -43,6 +43,7 @@ async def serve(settings: config.Settings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    logs.install(settings.log)
     sock = _listen(settings)
     cluster = Cluster(settings)
     print(f"weightsync starting; controller and engines log to {cluster.logs}", flush=True)
@@ -73,7 +74,7 @@ async def serve(settings: config.Settings) -> int:
         code = 2 if isinstance(exc, ConfigError) else 1
     finally:
         sock.close()
-        await cluster.stop(keep_logs=bool(code))  # what failed is in there
+        await cluster.stop(failed=bool(code))
     return code
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from weightsync import tracing
 from weightsync.errors import ConfigError, DeadlineExceeded, ServiceUnreachable, WeightSyncError
 
 
@@ -61,7 +62,8 @@ class Http:
         until = time.monotonic() + timeout_seconds
         content = bytearray()
         try:
-            with self._client.stream(method, url, json=body, timeout=timeout) as response:
+            headers = {"traceparent": trace} if (trace := tracing.current()) else {}
+            with self._client.stream(method, url, json=body, timeout=timeout, headers=headers) as response:
                 for piece in response.iter_bytes():
                     content += piece
                     if time.monotonic() > until:  # httpx's own limit is on the silence between two pieces

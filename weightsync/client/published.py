@@ -101,6 +101,7 @@ class Published:
             pause_seconds=max((v.pause_seconds for v in status.verdicts), default=0.0),
             verdicts=status.verdicts,
             sent_again=self.sent_again,
+            probe=status.probe,
         )
 
 

@@ -1,4 +1,4 @@
-"""What anybody with the token may ask of a service: its state, completions, and the end of an update.
+"""What anybody with the token may ask of a service: its state, completions, and the end of an update; and what trainers tell of samples.
 
 Not covered: bringing weights (`sync`).
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weightsync.client.attach import attachment
 from weightsync.client.http import Http
+from weightsync.client.observing import read, tallies
 from weightsync.client.rollouts import Rollouts
-from weightsync.codec import decode
+from weightsync.codec import decode, encode
 from weightsync.errors import WeightSyncError
-from weightsync.protocol import EngineStatus, FleetStatus, UpdateStatus
+from weightsync.mismatch import Tallies
+from weightsync.protocol import EngineStatus, FleetCheck, FleetStatus, Observation, UpdateStatus
 from weightsync.results import Attachment, Generation
 
 CONTROL_SECONDS = 30.0
@@ -49,6 +51,7 @@ class View:
         engine: int | None = None,
         pin: str | None = None,
         timeout_seconds: float = 120.0,
+        extra: Mapping[str, Any] | None = None,
     ) -> Generation:
         """One completion from an engine that serves; see `rollouts.Rollouts.generate` for errors.
 
@@ -59,6 +62,7 @@ class View:
             seed: makes sampling repeatable.
             engine: ordinal, to ask just this one, pinned or not.
             pin: ask those alone that this pin holds, and only for the version it holds. Without either, pinned engines are not asked.
+            extra: more of vLLM's `SamplingParams` (`top_k`, `min_p`, `repetition_penalty` …), over those above.
         """
         sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -68,8 +72,30 @@ class View:
             "ignore_eos": ignore_eos,
             "detokenize": False,
             **({} if seed is None else {"seed": seed}),
+            **(extra or {}),
         }
         return self._rollouts.generate(token_ids, sampling, timeout_seconds, engine, pin)
+
+    def observe(self, samples: Iterable[Any], trainer_logprobs: Sequence[Any] | None = None) -> Observation:
+        """Tell the service how far engines are from this trainer, on samples that the trainer has anyway.
+
+        Sums go out, one set for each engine and version, and never a token. Any rank of a trainer may call it, with its own samples.
+        With log r = trainer - rollout: |log r|, k1 = -log r, k3 = (r - 1) - log r (`weightsync.mismatch`).
+
+        Args:
+            samples: `Generation`s of `generate`; or `Sample`s, or mappings with their keys: token_ids, trainer_logprobs,
+                rollout_logprobs, engine, version. Sequences, arrays or tensors of one dimension, as long as what was sampled.
+            trainer_logprobs: for each `Generation`, the trainer's log-probability of each token, with the weights that
+                it has now or had then: `behind` counts updates committed since the version that sampled.
+
+        Returns:
+            Means by engine and by updates behind, and who stands out.
+
+        Raises:
+            SamplesRefused: names the sample; nothing was counted.
+        """
+        body = encode(Tallies(tallies(read(samples, trainer_logprobs))))
+        return decode(Observation, self._http.post("/v1/observe", body, CONTROL_SECONDS))
 
     def status(self) -> FleetStatus:
         """The fleet in one look."""
@@ -174,6 +200,19 @@ class View:
             return decode(FleetStatus, self._http.post(path, body, 4 * CONTROL_SECONDS))
         finally:
             self._rollouts.forget()
+
+    def check(self, engines: Sequence[int] = (), timeout_seconds: float = 300.0) -> FleetCheck:
+        """Have engines digest their live weights anew, while they serve, and compare them with what was sent (`worker.rereading`).
+
+        Args:
+            engines: ordinals; all that have started when empty.
+            timeout_seconds: how long an engine may take.
+
+        Raises:
+            Refused: there is no such engine. What stands against an engine, or why it can't be checked, is in the answer.
+        """
+        body = {"engines": list(engines), "timeout_seconds": timeout_seconds}
+        return decode(FleetCheck, self._http.post("/v1/check", body, timeout_seconds + 3 * CONTROL_SECONDS))
 
     def abort(self, update_id: str, reason: str = "asked for") -> UpdateStatus:
         """End an update, of any trainer, that is not being applied yet; engines serve the version they had. Its trainer gets `Aborted`.

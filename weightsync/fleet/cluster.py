@@ -1,9 +1,4 @@
-"""Start Ray, the controller and the engines, or find those that are there; and take them down.
-
-Ray runs as processes of its own (a driver's death would take a cluster that it
-started with `ray.init`), with token authentication. What was started is written
-to `<state_dir>/<fleet>/fleet.json`, so that the next `serve` finds a fleet that
-a killed one left.
+"""Start Ray, the controller and the engines, or find those that are there; and take them down, or leave them.
 
 Ray is imported only inside functions: it reads its token when it is imported,
 and `Cluster` must have set that before.
@@ -17,17 +12,9 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
-import secrets
-import shutil
-import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,19 +22,12 @@ from pydantic import SecretStr
 
 from weightsync import config
 from weightsync.errors import ConfigError, InternalError, ServiceUnreachable, WeightSyncError
-from weightsync.fleet.scratch import clear_shelves
+from weightsync.fleet import own_ray
+from weightsync.fleet.fixed import differences, fixed
 
 logger = logging.getLogger(__name__)
 
-#: Settings that live actors and their Ray were started with, as (section, keys); a fleet can only be adopted with the same.
-_FIXED: dict[str, tuple[str, ...]] = {
-    "engine": (),
-    "ray": (),
-    "api": ("host", "max_request_bytes"),
-    "sync": ("caches", "stage", "rollback", "verify_stored", "local", "retain_folder", "in_flight", "new_requests"),
-}
 _STOP_SECONDS = 20.0
-_GRACE_SECONDS = 5.0
 
 
 class Cluster:
@@ -66,9 +46,9 @@ class Cluster:
         try:
             self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = _take_lock(self.home)
-            token = settings.api.token.get_secret_value() if settings.api.token else _kept_secret(self.token_file)
+            token = settings.api.token.get_secret_value() if settings.api.token else own_ray.kept_secret(self.token_file)
             if settings.api.token:
-                _write_secret(self.token_file, token)
+                own_ray.write_secret(self.token_file, token)
         except OSError as exc:
             raise ConfigError(f"state_dir: got '{settings.state_dir}', want a folder to write in ({exc})") from None
         self.token = token
@@ -78,6 +58,8 @@ class Cluster:
         self._ray_process: subprocess.Popen[bytes] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._owned = False  # Ray was started or adopted here, so it is ours to end
+        self._foreign = False  # engines are there that other settings have started: they are not ours to end
+        self._adopted = False  # engines were there, and go on
         self._temp = Path("/tmp") / f"weightsync-{hashlib.sha256(str(self.home.resolve()).encode()).hexdigest()[:10]}"
         apart = "Ray's session_latest/logs on each node (in /tmp/ray, or its --temp-dir)"
         #: Where controller and engines log, in words.
@@ -89,22 +71,15 @@ class Cluster:
         """Bring everything up; returns when every engine can take an update. May be cancelled; then call `stop`."""
         self._joining = asyncio.create_task(asyncio.to_thread(self._join_ray))
         await asyncio.shield(self._joining)
+        await self._find_engines()
         await self._start_actors()
 
     def _join_ray(self) -> None:
-        state = _state(self.home)
         address = self.settings.ray.address
+        os.environ.update(own_ray.environment())
         if not address:
-            if state and _alive(state["ray_pid"], state["temp_dir"]):
-                self._require_same(state)
-                self._owned = True
-                address = _address(Path(state["temp_dir"]), lambda: _alive(state["ray_pid"], state["temp_dir"]))
-                logger.info("adopting the fleet at %s", address)
-            else:
-                address = self._start_ray()
-        os.environ.update(_ray_environment())
-        if not self.settings.ray.address:
-            os.environ.update(_ray_token(self.home))
+            address = self._own_address()
+            os.environ.update(own_ray.token(self.home))
         import ray
 
         try:
@@ -112,30 +87,34 @@ class Cluster:
         except ConnectionError as exc:
             raise ServiceUnreachable(f"no Ray cluster answers at {address}: {exc}", hint="Check ray.address and its token") from None
 
-    def _start_ray(self) -> str:
-        shutil.rmtree(self._temp, ignore_errors=True)
-        self._temp.mkdir(mode=0o700)
-        cpus = self.settings.ray.num_cpus or int(self.settings.engine.count * self.settings.engine.cpus) + 2
-        command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--disable-usage-stats",
-            f"--num-cpus={cpus}", f"--object-store-memory={self.settings.ray.object_store_bytes}",
-            "--include-dashboard=false", f"--ray-client-server-port={_free_port()}", f"--temp-dir={self._temp}",
-        ]  # fmt: skip
-        log = self.home / "ray.log"
-        with log.open("wb") as out:
-            # A session of its own: Ctrl-C in serve's terminal must not reach Ray before the engines have ended.
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                env={**os.environ, **_ray_environment(), **_ray_token(self.home)},
-            )  # fmt: skip
-        self._ray_process, self._owned = process, True
-        # Before Ray is up: whoever comes after a kill at any moment must find it.
-        state = {"ray_pid": process.pid, "temp_dir": str(self._temp), "settings": _fixed(self.settings)}
-        _write_secret(self.home / "fleet.json", json.dumps(state))
+    def _own_address(self) -> str:
+        """Of the Ray that an earlier `serve` has left, or else of a new one."""
+        state = own_ray.state_of(self.home)
+        if state is None or not own_ray.lives(state):
+            self._ray_process, self._owned = own_ray.start(self.settings, self.home, self._temp), True
+            return own_ray.started(self._ray_process, self.home, self._temp)
+        if differ := differences(fixed(self.settings), state["settings"]):
+            raise ConfigError("; ".join(differ), hint="Use the same settings, or end the fleet with `weightsync stop` first")
+        self._owned = True
+        address = own_ray.address(Path(state["temp_dir"]), lambda: own_ray.lives(state))
+        logger.info("adopting the fleet at %s", address)
+        return address
+
+    async def _find_engines(self) -> None:
+        import ray
+
+        from weightsync.fleet import adopting
+
+        for name in _actors(self.settings.namespace):
+            if name.startswith("engine-"):
+                with contextlib.suppress(ValueError):  # it went meanwhile
+                    self._engines[int(name.removeprefix("engine-"))] = ray.get_actor(name, self.settings.namespace)
         try:
-            return _address(self._temp, lambda: process.poll() is None)
-        except InternalError as exc:
-            raise InternalError(f"{exc.message}: {_tail(log)}", hint=f"See {log}") from None
+            await adopting.require_same(self._engines, self.settings)
+        except ConfigError:
+            self._foreign = True
+            raise
+        self._adopted = bool(self._engines)
 
     async def _start_actors(self) -> None:
         import ray
@@ -147,14 +126,10 @@ class Cluster:
         placement.require_gpus(self.settings.engine, gpus, ray.nodes(), may_grow=bool(self.settings.ray.address))
         for complaint in placement.beyond_reach(self.settings, ray.nodes()):
             logger.warning(complaint)
-        timeout, namespace = self.settings.engine.start_timeout_seconds, self.settings.namespace
-        names = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
-        there = sorted(int(name.removeprefix("engine-")) for name in names if name.startswith("engine-"))
         # The controller comes when all engines are made: where there is one, the fleet is whole, and may have been scaled.
-        for ordinal in there if there and controller.NAME in names else range(self.settings.engine.count):
-            try:
-                self._engines[ordinal] = ray.get_actor(f"engine-{ordinal}", self.settings.namespace)
-            except ValueError:
+        whole = self._engines and controller.NAME in _actors(self.settings.namespace)
+        for ordinal in () if whole else range(self.settings.engine.count):
+            if ordinal not in self._engines:
                 self._engines[ordinal] = placement.create(self.settings, ordinal)
         # A controller that an earlier serve left may have other settings of updates; it rebuilds itself from the engines.
         with contextlib.suppress(ValueError):
@@ -162,6 +137,7 @@ class Cluster:
             ray.kill(old)
             await _until_gone(controller.NAME, self.settings.namespace)
         self._controller = controller.create(self.settings)
+        timeout = self.settings.engine.start_timeout_seconds
         try:
             starts = [call(handle.start, timeout_seconds=timeout, engine=ordinal) for ordinal, handle in self._engines.items()]
             await asyncio.gather(*starts)
@@ -178,48 +154,36 @@ class Cluster:
 
     # --- down ----------------------------------------------------------------------------------
 
-    async def stop(self, keep_logs: bool = False) -> None:
-        """Take down engines, controller, and Ray if it was started or adopted here; with its logs, unless they are to be kept."""
+    async def stop(self, failed: bool = False) -> None:
+        """Take down engines, controller, and Ray if it was started or adopted here, with its logs; or leave all of it (`leave_fleet`).
+
+        Args:
+            failed: the fleet did not come up. Its logs stay, and it is not left unless it was there before.
+        """
+        leave = self._foreign or (self.settings.leave_fleet and (self._adopted or not failed))
         try:
             if self._joining is not None:
                 # Its thread can't be cancelled, and half a Ray can't be ended; it takes a few seconds.
                 await asyncio.wait([self._joining])
                 if self._joining.exception() is None:
-                    await _stop_actors(self.settings.namespace)
+                    await (_leave_ray() if leave else _stop_actors(self.settings.namespace))
         finally:  # where actors can't be told to end, they end with Ray
-            if self._owned:
-                await asyncio.to_thread(end_ray, self.home, self._ray_process, keep_logs)
+            if self._owned and not leave:
+                await asyncio.to_thread(own_ray.end, self.home, self._ray_process, failed)
             self._lock.close()
 
-    # --- what is kept --------------------------------------------------------------------------
 
-    def _require_same(self, state: dict[str, Any]) -> None:
-        wanted, running = _fixed(self.settings), state["settings"]
-        differ = [
-            f"{section}.{key}: the running fleet has {running[section].get(key)!r}, asked for {value!r}"
-            for section in _FIXED
-            for key, value in wanted[section].items()
-            if running[section].get(key) != value
-        ]
-        if wanted["token"] != running["token"]:
-            differ.append("api.token: the running engines have another one")
-        if differ:
-            raise ConfigError("; ".join(differ), hint="Use the same settings, or end the fleet with `weightsync stop` first")
+def _actors(namespace: str) -> list[str]:
+    """Names of a fleet's actors."""
+    import ray
+
+    return sorted(entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace)
 
 
-def _address(temp_dir: Path, alive: Callable[[], bool]) -> str:
-    """Where a Ray that was started with this folder can be joined; waits while it comes up."""
-    where = temp_dir / "ray_current_cluster"
-    deadline = time.monotonic() + 60
-    while not (where.is_file() and where.read_text().strip()):
-        if not alive() or time.monotonic() > deadline:
-            raise InternalError("Ray did not start")
-        time.sleep(0.05)
-    return where.read_text().strip()
+async def _leave_ray() -> None:
+    import ray
 
-
-def _ray_token(home: Path) -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _kept_secret(home / "ray_token")}
+    await asyncio.to_thread(ray.shutdown)
 
 
 async def _stop_actors(namespace: str) -> None:
@@ -228,8 +192,7 @@ async def _stop_actors(namespace: str) -> None:
 
     from weightsync.fleet.calls import call
 
-    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace]
-    handles = {name: ray.get_actor(name, namespace) for name in names}
+    handles = {name: ray.get_actor(name, namespace) for name in _actors(namespace)}
     engines = [handle for name, handle in handles.items() if name.startswith("engine-")]
     stops = (call(handle.stop, timeout_seconds=_STOP_SECONDS) for handle in engines)
     for result in await asyncio.gather(*stops, return_exceptions=True):
@@ -241,48 +204,8 @@ async def _stop_actors(namespace: str) -> None:
     ray.shutdown()
 
 
-def end_ray(home: Path, process: subprocess.Popen[bytes] | None = None, keep_logs: bool = False) -> bool:
-    """End the Ray that a fleet's folder tells of, and every process under it; whether there was one.
-
-    Args:
-        home: `<state_dir>/<fleet>`.
-        process: the Ray process, if it is a child of this one (it must be reaped).
-        keep_logs: until the next fleet of this folder starts.
-    """
-    state = _state(home)
-    if state is None:
-        if process is None:
-            return False
-        state = {"ray_pid": process.pid, "temp_dir": str(process.args).partition("--temp-dir=")[2].rstrip("']")}
-    pid, temp_dir = int(state["ray_pid"]), str(state["temp_dir"])
-    was_alive = _alive(pid, temp_dir)
-    deadline = time.monotonic() + _STOP_SECONDS
-    if was_alive:
-        os.kill(pid, signal.SIGTERM)
-        while _alive(pid, temp_dir) and time.monotonic() < deadline:
-            if process is not None:
-                process.poll()
-            time.sleep(0.05)
-    if was_alive or process is not None:
-        # Engines follow their actors by themselves, and clean their shared memory up when they are let.
-        grace = time.monotonic() + _GRACE_SECONDS
-        while _session(pid) and time.monotonic() < grace:
-            time.sleep(0.05)
-        for left in _session(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(left, signal.SIGKILL)
-    if process is not None:
-        process.wait()
-    if not keep_logs:
-        shutil.rmtree(temp_dir, ignore_errors=True)
-    if "settings" in state:
-        clear_shelves(Path(state["settings"]["sync"]["retain_folder"]), home)
-    (home / "fleet.json").unlink(missing_ok=True)
-    return was_alive
-
-
 async def stop_left_fleet(home: Path) -> bool:
-    """End a fleet that a killed `serve` left; whether there was one.
+    """End a fleet that an earlier `serve` left; whether there was one.
 
     Args:
         home: `<state_dir>/<fleet>`.
@@ -293,19 +216,19 @@ async def stop_left_fleet(home: Path) -> bool:
     if not home.is_dir():
         return False
     with _take_lock(home):
-        state = _state(home)
-        if state is not None and _alive(int(state["ray_pid"]), str(state["temp_dir"])):
-            os.environ.update(_ray_environment() | _ray_token(home))
+        state = own_ray.state_of(home)
+        if state is not None and own_ray.lives(state):
+            os.environ.update(own_ray.environment() | own_ray.token(home))
             import ray
 
             namespace = config.namespace_of(home.name)
             try:
-                address = _address(Path(state["temp_dir"]), lambda: _alive(int(state["ray_pid"]), str(state["temp_dir"])))
+                address = own_ray.address(Path(state["temp_dir"]), lambda: own_ray.lives(state))
                 ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
                 await _stop_actors(namespace)
             except (ConnectionError, RuntimeError, InternalError) as exc:
                 logger.warning("its Ray does not answer and is ended as it is: %s", exc)
-        return await asyncio.to_thread(end_ray, home)
+        return await asyncio.to_thread(own_ray.end, home)
 
 
 def _take_lock(home: Path) -> IO[str]:
@@ -323,69 +246,6 @@ def _take_lock(home: Path) -> IO[str]:
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
-
-
-def _state(home: Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads((home / "fleet.json").read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def _fixed(settings: config.Settings) -> dict[str, Any]:
-    data = config.dump(settings)
-    token = hashlib.sha256(str(data["api"]["token"]).encode()).hexdigest()
-    del data["engine"]["count"]  # a fleet may have been scaled
-    fixed = {section: {key: data[section][key] for key in keys or data[section]} for section, keys in _FIXED.items()}
-    return {**fixed, "token": token}
-
-
-def _kept_secret(path: Path) -> str:
-    """The secret in a file, made when there is none."""
-    if not path.is_file():
-        _write_secret(path, secrets.token_hex(32))
-    return path.read_text().strip()
-
-
-def _write_secret(path: Path, text: str) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-        stream.write(text)
-
-
-def _ray_environment() -> dict[str, str]:
-    # Ray's handler of failure signals takes SIGTERM from ours and aborts, and its record of calls grows.
-    ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-    return {**ours, "RAY_task_events_report_interval_ms": "0"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _alive(pid: int, temp_dir: str) -> bool:
-    """Whether `pid` is the Ray that was started with this folder, not a stranger that got its number."""
-    try:
-        return temp_dir.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _session(leader: int) -> list[int]:
-    """Processes whose session is `leader`'s."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == leader and fields[0] != "Z" and int(entry.name) != os.getpid():
-                    found.append(int(entry.name))
-    return found
-
-
-def _tail(path: Path, lines: int = 5) -> str:
-    return " | ".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
 async def _until_gone(name: str, namespace: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 import weightsync
-from weightsync import config
+from weightsync import config, logs, tracing
 from weightsync.codec import decode, encode
 from weightsync.errors import (
     Aborted,
@@ -37,8 +37,10 @@ from weightsync.fleet import placement
 from weightsync.fleet.calls import answers
 from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
+from weightsync.fleet.observed import Observed
 from weightsync.fleet.operating import Operating
 from weightsync.fleet.pins import Pins
+from weightsync.fleet.probing import Probing
 from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
 from weightsync.fleet.scaling import Scaling
@@ -67,6 +69,8 @@ class Controller(Operating):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = config.restore(settings)
+        logs.install(self._settings.log)
+        tracing.install("weightsync-controller")
         sync = self._settings.sync
         self._ledger = Ledger(sync.require, sync.history, sync.min_available)
         self._recorder = Recorder()
@@ -75,8 +79,10 @@ class Controller(Operating):
         self._roster = Roster(self._settings.namespace, self._settings.engine.count, self._ledger, sync)
         # The first generation rises over restarts of the controller.
         self._membership = Membership(sync, 0, time.time_ns() // 1_000_000)
-        self._rejoin = Rejoin(self._roster, self._ledger, self._membership, sync, self._recorder.rejoined)
+        self._rejoin = Rejoin(self._roster, self._ledger, self._membership, sync, self._rejoined)
+        self._probing = Probing(self._roster, self._ledger, self._rejoin, sync, self._recorder.probed)
         self._scaling = Scaling(self._settings, self._roster, self._ledger)
+        self._observed = Observed()
         self._staged: dict[str, asyncio.Event] = {}
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._admitting = asyncio.Lock()
@@ -125,14 +131,18 @@ class Controller(Operating):
     # --- one update ----------------------------------------------------------------------------
 
     @answers
-    async def begin(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Admit an update; returns an `Admission`. The same update again gives the same answer."""
+    async def begin(self, data: dict[str, Any], trace: str = "") -> dict[str, Any]:
+        """Admit an update; returns an `Admission`. The same update again gives the same answer.
+
+        Args:
+            trace: `traceparent` of the trainer's span.
+        """
         now, update_id = time.time(), str(data.get("update_id")) if isinstance(data, dict) else ""
         self._asked[update_id] = ""
         try:
             request = await _read(data)
             async with self._admitting:
-                return dict(encode((self._ledger.repeated(request) or await self._admit(request, now)).admission))
+                return dict(encode((self._ledger.repeated(request) or await self._admit(request, now, trace)).admission))
         except WeightSyncError as exc:
             self._recorder.refused(exc)
             exc.update_id, exc.phase = update_id or None, str(Phase.ADMIT)
@@ -140,7 +150,7 @@ class Controller(Operating):
         finally:
             self._asked.pop(update_id, None)
 
-    async def _admit(self, request: UpdateRequest, now: float) -> Update:
+    async def _admit(self, request: UpdateRequest, now: float, trace: str) -> Update:
         _check_versions(request)
         await self._rejoin.give_way()
         await self._refresh(waited_for=True)  # an engine that died a moment ago must not be counted on
@@ -148,6 +158,7 @@ class Controller(Operating):
             raise Aborted(f"aborted: {why}")
         began = time.monotonic()
         update = self._ledger.admit(request, now)
+        update.trace = trace
         self._staged[request.update_id] = asyncio.Event()
         try:
             incarnations, places = self._roster.members(update.engines)
@@ -213,8 +224,7 @@ class Controller(Operating):
         self._membership.renew()
         if event := self._staged.pop(update.request.update_id, None):
             event.set()
-        self._recorder.ended(update.status)
-        self._show()
+        self._ended(update)
         logger.warning("update %s aborted: %s", update.request.update_id, error)
         await self._roster.abort(update.request.update_id)
 
@@ -266,14 +276,35 @@ class Controller(Operating):
             if times := [v.seconds[phase] for v in verdicts if phase in v.seconds]:
                 update.seconds[phase] = max(times)
         update.seconds["commit"] = time.monotonic() - began
+        verdicts = await self._probing.behind(update, verdicts)
         if not self._ledger.conclude(update, verdicts, time.time()):
             failed = next(v for v in verdicts if not v.committed)
             update.error = failed.error
         self._staged.pop(update.request.update_id, None)
         if any(not v.committed for v in verdicts):
             self._membership.renew()
-        self._recorder.ended(update.status)
+        self._ended(update)
+
+    def _ended(self, update: Update) -> None:
+        """Let metrics, log and trace know."""
+        status = update.status
+        self._recorder.ended(status)
         self._show()
+        logs.phases(logger, status.update_id, status.version, status.seconds, str(status.state), update.trace)
+        began, ended = status.began_unix_seconds, status.ended_unix_seconds or time.time()
+        admitted = began + status.seconds.get(Phase.ADMIT, 0.0)
+        spans = [(str(Phase.ADMIT), began, admitted)]
+        if (took := status.seconds.get(Phase.RECEIVE)) is not None:
+            spans.append((str(Phase.RECEIVE), admitted, admitted + took))
+        if (took := status.seconds.get("commit")) is not None:
+            spans.append(("commit", ended - took, ended))
+        about = {"update_id": status.update_id, "version": status.version, "state": str(status.state), "bytes": status.nbytes}
+        tracing.record("weightsync update", update.trace, began, ended, spans, about, (status.error or {}).get("code", ""))
+
+    def _rejoined(self, outcome: str, *about: Any, **more: Any) -> None:
+        self._recorder.rejoined(outcome, *about, **more)
+        if outcome == "committed":
+            self._probing.look()
 
     def _known(self, update_id: str) -> Update:
         update = self._ledger.get(update_id)

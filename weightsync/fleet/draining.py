@@ -14,9 +14,9 @@ Not covered: the freezing itself (`transaction`).
 
 from __future__ import annotations
 
-from weightsync.config import SyncSettings
 from weightsync.errors import EngineUpdating, WeightSyncError
 from weightsync.fleet.gate import Gate, out_of_service
+from weightsync.sections import SyncSettings
 
 _AGAIN = "Send it again: to another engine now, or to this one in a moment"
 _ELSEWHERE = "Ask another engine now, or this one in a moment"

@@ -6,7 +6,7 @@ committed version and update id. An update is told to it in short calls (`begin`
 version, resume; before it requests end, where they shall (`draining`). What fails behind the first write is tried once more, or undone (see
 `transaction`); failing that the engine stays paused, its requests end, and it serves
 nothing until a later update is verified. Asleep it serves nothing and takes no update (`sleeping`); pinned it serves what it has
-and takes none (`holding`); paused it serves nothing and takes updates (`pausing`).
+and takes none (`holding`); paused it serves nothing and takes updates (`pausing`). Behind a commit it scores a few prompts (`probed`).
 An actor that Ray restarted begins with pending weights, as at first. What it keeps for engines that come later `handing` sends.
 
 Not covered: which of its requests an update interrupted.
@@ -25,23 +25,25 @@ from typing import Any
 import ray
 import uvicorn
 
-from weightsync import config
+from weightsync import config, logs, tracing
 from weightsync.codec import decode, encode
 from weightsync.errors import EngineDied, InternalError, Refused, UpdateConflict, WeightSyncError, WorkersSilent
 from weightsync.fleet import placement, vllm_api
+from weightsync.fleet.adopting import Adopted
 from weightsync.fleet.calls import answers
 from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate, http_settings
 from weightsync.fleet.handing import Handing
 from weightsync.fleet.holding import Holding
-from weightsync.fleet.ledger import LATE
 from weightsync.fleet.left_out import other_base
 from weightsync.fleet.liveness import Liveness, commit_seconds
+from weightsync.fleet.probed import Probed
 from weightsync.fleet.reports import Inventory, failure, require_ranks
 from weightsync.fleet.resting import Resting
 from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
+from weightsync.fleet.telling import Telling
 from weightsync.fleet.transaction import Transaction
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 from weightsync.transport import network
@@ -53,7 +55,7 @@ _LINGER_SECONDS = 2.0
 CORE_DIED = "engine_core_died"
 
 
-class EngineActor(Handing, Holding, Resting):
+class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
     """See the module. All public coroutines are actor methods that answer plain data (`calls.answers`).
 
     Args:
@@ -64,6 +66,9 @@ class EngineActor(Handing, Holding, Resting):
     def __init__(self, ordinal: int, settings: dict[str, Any]) -> None:
         self._ordinal = ordinal
         self._settings = config.restore(settings)
+        logs.install(self._settings.log)
+        tracing.install("weightsync-engine")
+        self._trace = ""  # of the update that it was told last
         self._incarnation = f"{ordinal}-{time.time_ns():x}"
         self._engine: vllm_api.Engine | None = None
         self._server: uvicorn.Server | None = None
@@ -104,7 +109,7 @@ class EngineActor(Handing, Holding, Resting):
         self._scratch = Scratch(actor)
         self._open_shelf(actor)
         os.environ |= self._scratch.open()  # before vLLM is imported, here and in its processes
-        self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
+        engine = self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
         answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
@@ -117,7 +122,7 @@ class EngineActor(Handing, Holding, Resting):
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
         application = await self._engine.application()
-        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: self._version)
+        inner = versioned(application, self._settings.sync.caches, self._settled_version, lambda: engine.stamped)
         self._gate = Gate(inner, self._token(), self._refusal, self._settings.api.max_request_bytes, self._died)
         sock = placement.listen(self._settings, self._ordinal)
         self._server = uvicorn.Server(http_settings(self._gate, grace_seconds=1))
@@ -219,6 +224,7 @@ class EngineActor(Handing, Holding, Resting):
             raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
         self._require_answering()
         self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"], order["request"]["timeout_seconds"])}
+        self._trace = order.get("traceparent", "")
         return await self._workers_say("weightsync_begin", self._place(order))
 
     def _require_idle(self) -> None:
@@ -226,17 +232,6 @@ class EngineActor(Handing, Holding, Resting):
             raise UpdateConflict(
                 f"engine {self._ordinal} still applies update {busy[0]}", engine=self._ordinal, hint="Try again in a moment"
             )
-
-    @answers
-    async def poll(self) -> list[dict[str, Any]]:
-        """Every worker's report, by rank."""
-        return await self._workers_say("weightsync_poll")
-
-    @answers
-    async def contract(self) -> list[dict[str, Any]]:
-        """Every worker's storage contract, by rank; not while an update is being applied, which keeps the workers."""
-        self._require_idle()
-        return await self._workers_say("weightsync_contract")
 
     @answers
     async def abort(self, update_id: str) -> list[dict[str, Any]]:
@@ -251,14 +246,6 @@ class EngineActor(Handing, Holding, Resting):
         if update_id not in self._commits:
             self._commits = {update_id: asyncio.create_task(self._settle(update_id, version, rewinds))}
         return dict(encode(await asyncio.shield(self._commits[update_id])))
-
-    @answers
-    async def retire(self, update_id: str) -> None:
-        """Serve nothing until the next update: this one was applied, but the controller had given it up by then."""
-        if self._update_id == update_id and self._state == EngineState.SERVING:
-            self._state, self._reason, self._version = EngineState.QUARANTINED, LATE, None
-            self._clear_shelf()
-            await self._end_requests()
 
     async def _end_requests(self) -> None:
         """Stay paused; end what vLLM has, and what is still on its way into it, with an error that says to come again."""
@@ -281,6 +268,7 @@ class EngineActor(Handing, Holding, Resting):
                 verdict = await self._commit(update_id, version)
             if verdict.committed:
                 self._rewinds, self._committed = rewinds, time.time()
+            self._tell_of(update_id, version, verdict)
             return verdict
         finally:
             self._settled.set()

@@ -91,7 +91,12 @@ class Ledger:
     @property
     def ready(self) -> int:
         """Engines that serve the committed version; one that missed a rewind, or has that number from another update, does not."""
-        return sum(self._holds(e) and e.state == EngineState.SERVING for e in self._following)
+        return len(self.holders)
+
+    @property
+    def holders(self) -> list[EngineStatus]:
+        """Those engines."""
+        return [e for e in self._following if self._holds(e) and e.state == EngineState.SERVING]
 
     def _holds(self, engine: EngineStatus) -> bool:
         """Whether an engine serves, or would if it were not paused, what the update brought that the committed version is of."""
@@ -149,6 +154,16 @@ class Ledger:
         held = _rank(engine)
         return sum(step > held or (step == held and update_id != engine.update_id) for step, update_id in self._steps)
 
+    def behind_version(self, version: int) -> int:
+        """How many updates were committed since the last one that brought this version, as far as this controller has seen them.
+
+        0 for what lies above all of them: an engine of a first wave has it before it counts.
+        """
+        versions = [step[1] for step, _ in self._steps]
+        if version in versions:
+            return versions[::-1].index(version)
+        return sum(step > version for step in versions)
+
     def came_late(self, status: EngineStatus) -> bool:
         """Whether an engine serves what an update brought that had ended without it, and not what the fleet's version is.
 
@@ -166,6 +181,11 @@ class Ledger:
         """An engine can't be reached; one that was never seen counts too."""
         unseen = EngineStatus(engine, EngineState.DEAD, None, None, url="", model="", workers=0, vllm_version="")
         self.engines[engine] = replace(self.engines.get(engine, unseen), state=EngineState.DEAD, reason=reason)
+
+    def blame(self, engine: int, error: WeightSyncError) -> None:
+        """An engine has been put out of service for what it committed to before."""
+        if (known := self.engines.get(engine)) is not None:
+            self.engines[engine] = replace(known, failed=error.to_dict())
 
     def lacking(self) -> dict[int, str]:
         """Engines that could hold what the fleet has committed and do not, and the update that brought it to those that do.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from weightsync.config import SyncSettings
+from weightsync.sections import SyncSettings
 
 logger = logging.getLogger(__name__)
 

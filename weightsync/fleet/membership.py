@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsync.config import SyncSettings
 from weightsync.errors import Refused
 from weightsync.protocol import CommunicatorInfo, Place, UpdateRequest
+from weightsync.sections import SyncSettings
 from weightsync.transport import rendezvous
 
 

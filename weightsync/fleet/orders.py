@@ -1,4 +1,4 @@
-"""What the controller has engines do beside updates, as a part of `Roster`: sleep, pauses, pins; and what it asks one engine for.
+"""What the controller has engines do beside updates, as a part of `Roster`: sleep, pauses, pins, probes; and what it asks one engine for.
 
 All that are meant are told at once. When all have answered the first failure is raised; those that did as they were told stay so.
 
@@ -12,10 +12,13 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from weightsync.config import SyncSettings
+from weightsync.codec import decode
 from weightsync.errors import PinRefused, Refused, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger
+from weightsync.mismatch import ProbeAnswer
+from weightsync.protocol import EngineCheck, WorkerCheck
+from weightsync.sections import SyncSettings
 
 
 class Orders:
@@ -57,8 +60,7 @@ class Orders:
             WeightSyncError: the first engine's that failed, when all have answered.
         """
         self._require_there(engines)
-        started = [o for o in sorted(self.ordinals) if (known := self._ledger.engines.get(o)) is None or known.workers]
-        await self._tell(dict.fromkeys(engines or started), order, seconds=timeout_seconds)
+        await self._tell(dict.fromkeys(engines or self._started()), order, seconds=timeout_seconds)
 
     async def contract(self, ordinal: int) -> list[dict[str, Any]]:
         """What every worker of an engine says of its storage contract, by rank: plain `ContractAnswer`s.
@@ -70,6 +72,49 @@ class Orders:
         self._require_there([ordinal])
         answers = await call(self.handle(ordinal).contract, timeout_seconds=self._sync.control_timeout_seconds, engine=ordinal)
         return list(answers)
+
+    async def probe(self, ordinal: int, update_id: str, seconds: float) -> ProbeAnswer:
+        """How an engine scores the fixed prompts with what an update brought.
+
+        Raises:
+            WeightSyncError: it does not answer.
+            ValueError: its answer is none.
+        """
+        most = seconds + self._sync.control_timeout_seconds
+        return decode(ProbeAnswer, await call(self.handle(ordinal).probe, update_id, seconds, timeout_seconds=most, engine=ordinal))
+
+    async def retire(self, ordinal: int, update_id: str, reason: str) -> None:
+        """Have an engine serve nothing until it gets an update, if it serves this one.
+
+        Raises:
+            WeightSyncError: it does not answer.
+        """
+        seconds = self._sync.control_timeout_seconds
+        answer = await call(self.handle(ordinal).retire, update_id, reason, timeout_seconds=seconds, engine=ordinal)
+        await self._take_in(answer["status"])
+
+    async def check(self, engines: Sequence[int], timeout_seconds: float) -> tuple[EngineCheck, ...]:
+        """Have every worker read its live storage again, all engines at once; all that have started when none is named.
+
+        Raises:
+            Refused: there is no engine of such an ordinal. What one can't do is said in its place.
+        """
+        self._require_there(engines)
+
+        async def one(ordinal: int) -> EngineCheck:
+            most, known = timeout_seconds + self._sync.control_timeout_seconds, self._ledger.engines.get(ordinal)
+            version = known.version if known else None
+            try:
+                found = await call(self.handle(ordinal).check, timeout_seconds, timeout_seconds=most, engine=ordinal)
+            except WeightSyncError as exc:
+                return EngineCheck(ordinal, version, False, error=exc.to_dict())
+            workers = tuple(decode(WorkerCheck, worker) for worker in found)
+            return EngineCheck(ordinal, version, all(worker.ok for worker in workers), workers)
+
+        return tuple(await asyncio.gather(*map(one, dict.fromkeys(engines or self._started()))))
+
+    def _started(self) -> list[int]:
+        return [o for o in sorted(self.ordinals) if (known := self._ledger.engines.get(o)) is None or known.workers]
 
     async def pin(self, engines: Sequence[int], name: str, version: int) -> None:
         """Have engines keep a version that they serve; all of them, or none.

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from weightsync.config import SyncSettings
 from weightsync.errors import UpdateConflict
 from weightsync.fleet import pinning
 from weightsync.fleet.ledger import Ledger
 from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
+from weightsync.sections import SyncSettings
 
 
 class Pins:

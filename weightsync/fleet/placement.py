@@ -15,9 +15,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsync.config import EngineSettings, Settings, dump
+from weightsync.config import Settings, dump
 from weightsync.errors import ConfigError, UnsupportedEngine
 from weightsync.fleet import vllm_api
+from weightsync.sections import EngineSettings
 from weightsync.transport import network
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsync.protocol import Admission, CommunicatorInfo, EngineVerdict, Manifest, UpdateRequest, UpdateState, UpdateStatus
+from weightsync.protocol import (
+    Admission,
+    CommunicatorInfo,
+    EngineVerdict,
+    Manifest,
+    ProbeReport,
+    UpdateRequest,
+    UpdateState,
+    UpdateStatus,
+)
 
 #: From where an update may go where.
 _NEXT: Mapping[UpdateState, frozenset[UpdateState]] = {
@@ -39,6 +48,8 @@ class Update:
     rewinds: int = 0  # of the fleet, once this one has committed
     base_version: int | None = None  # what it builds on, with a scope
     base_update: str = ""
+    probe: ProbeReport | None = None
+    trace: str = ""  # `traceparent` of its trainer's span
     left_out: tuple[EngineVerdict, ...] = ()  # engines that could not take part, or hold another base
 
     def __post_init__(self) -> None:
@@ -67,6 +78,7 @@ class Update:
             verdicts=self.verdicts,
             error=self.error,
             rewind=self.request.rewind,
+            probe=self.probe,
         )
 
     @property

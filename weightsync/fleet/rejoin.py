@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightsync.codec import decode, encode
-from weightsync.config import SyncSettings
 from weightsync.errors import DeadlineExceeded, HeldBack, UpdateConflict, WeightSyncError
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
@@ -29,6 +28,7 @@ from weightsync.fleet.membership import Membership
 from weightsync.fleet.roster import Roster
 from weightsync.fleet.waves import reachable
 from weightsync.protocol import CommunicatorInfo, EngineVerdict, UpdateRequest
+from weightsync.sections import SyncSettings
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,10 @@ class Rejoin:
             self._yields = False
             giver = Giver(ordinal, self._roster.handle(ordinal), self._sync.control_timeout_seconds)
             self._task = asyncio.create_task(self._bring(giver, takers))
+
+    def hold(self, engine: int, update_id: str) -> None:
+        """Bring this update to this engine no more: it had it from here already, and does not serve it rightly."""
+        self._failures[engine] = self._incarnation(engine), update_id, _TRIES, 0.0
 
     async def give_way(self) -> None:
         """Return when no rejoin is under way: the trainer has something newer.

@@ -22,7 +22,6 @@ from typing import Any
 import ray
 
 from weightsync.codec import decode, encode
-from weightsync.config import SyncSettings
 from weightsync.errors import DeadlineExceeded, EngineDied, InternalError, TransportFailed, WeightSyncError, WorkersSilent
 from weightsync.fleet.calls import call
 from weightsync.fleet.ledger import Ledger, Update
@@ -31,6 +30,7 @@ from weightsync.fleet.orders import Orders
 from weightsync.fleet.reports import failure, telling
 from weightsync.fleet.waves import held_back, next_wave
 from weightsync.protocol import BeginOrder, EngineState, EngineStatus, EngineVerdict, Phase, Place, UpdateState, WorkerReport
+from weightsync.sections import SyncSettings
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +215,7 @@ class Roster(Orders):
             plan=sync.plan == "auto",
             base_version=update.base_version,
             base_update=update.base_update,
+            traceparent=update.trace,
         )
         try:
             plain = await asyncio.to_thread(encode, order)  # seconds, where there are very many tensors

@@ -53,7 +53,8 @@ class Stamp:
 
     Args:
         app: vLLM's application.
-        version: the one that the engine holds, None if it may not serve.
+        version: the one that tokens are stamped with, None before the first; it is another before an update's requests go on, whatever
+            else the engine still does for that update.
     """
 
     def __init__(self, app: Any, version: Callable[[], int | None]) -> None:

@@ -15,9 +15,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from weightsync.config import EngineSettings
 from weightsync.errors import InternalError, UnsupportedEngine, VerdictNotOk
 from weightsync.fleet.reports import Inventory
+from weightsync.sections import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,10 @@ class Engine:
 
     Attributes:
         inventory: what its workers have said that they hold.
+        stamped: the version that tokens are stamped with; None before the first.
     """
+
+    stamped: int | None = None
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -226,6 +229,7 @@ class Engine:
     async def set_version(self, version: int) -> None:
         """Stamp tokens from now on with this version."""
         await self.llm.engine_core.set_weight_version_async(str(version))
+        self.stamped = version
 
     @property
     def alive(self) -> bool:

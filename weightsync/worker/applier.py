@@ -39,11 +39,8 @@ from weightsync.errors import (
     UpdateConflict,
     WeightSyncError,
 )
-from weightsync.protocol import BeginOrder, ContractReport, TensorSpec, WorkerReport
-from weightsync.storage import plan
+from weightsync.protocol import BeginOrder, TensorSpec, WorkerReport
 from weightsync.storage.adopt import Adoption
-from weightsync.transport import digest
-from weightsync.transport.local import place_of
 from weightsync.transport.retained import folder_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
 from weightsync.worker.following import Following
@@ -51,15 +48,17 @@ from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
 from weightsync.worker.planned import Planner
 from weightsync.worker.receiver import Receiver
+from weightsync.worker.rereading import Rereading
 from weightsync.worker.sleep import Sleep
 from weightsync.worker.staging import Regions, Staged, Whole
-from weightsync.worker.stored import Stored, checkpoint_tensors
+from weightsync.worker.stored import Stored
 from weightsync.worker.streaming import Streamed
+from weightsync.worker.telling import Telling
 
 logger = logging.getLogger(__name__)
 
 
-class Applier(Following):
+class Applier(Telling, Following):
     """State of one worker between RPCs.
 
     Args:
@@ -87,6 +86,7 @@ class Applier(Following):
         self._guard = guard.Guard(
             model, runner, device, graphs, strict=bool(vllm_compat.told(vllm_config).get("strict")), unproven=unproven
         )
+        self._rereading = Rereading(model, self._guard, rank)
         self._planner = Planner(model, self._guard, vllm_config)
         for path in self._lazies.unrefreshable:
             logger.warning("%s was filled in after loading; if it derives from weights, it stays as it is in updates", path)
@@ -118,26 +118,6 @@ class Applier(Following):
     def wrote(self) -> bool:
         """Whether live storage holds an update that was not proved."""
         return self._wrote
-
-    def describe(self, verify_stored: bool = False) -> WorkerReport:
-        """What was sealed at the start, and how many bytes of a complete update this worker needs.
-
-        Args:
-            verify_stored: find out which parameters hold the checkpoint's bytes, to compare them after updates.
-        """
-        if verify_stored and self._stored is None:
-            self._stored = Stored(self.model, self._base, checkpoint_tensors(self._folder))
-        digest.prepare(self.device, (spec.dtype for spec in self._base.specs.values()))
-        plan.prepare(self.device)
-        sealed = self._guard.sealed
-        unused = self._unused(self._base, tuple(self._base.specs.values()))
-        nbytes = sum(spec.nbytes for index, spec in enumerate(self._base.specs.values()) if index not in unused)
-        counts = {"addresses": len(self._seal), "checkpoint_bytes": nbytes, **sealed.counts, **self._lazies.counts}
-        return WorkerReport(self.rank, "", "none", seconds=sealed.seconds, checks=counts, place=place_of(self.device))
-
-    def contract(self) -> ContractReport:
-        """What was sealed, and what became of it since."""
-        return self._guard.report()
 
     def begin(self, order: BeginOrder) -> WorkerReport:
         """Admit an update and start receiving it. Beginning the same update again only reports."""
@@ -292,6 +272,7 @@ class Applier(Following):
             keeps = order.retain or folder_of(order, self.rank) is not None
             kept = replace(incoming, digests=dict(receiver.digests)) if keeps and isinstance(incoming, Staged) else None
             self._held.settle(order, self.rank, kept)
+            self._rereading.note(self._map, order.request.manifest, receiver.digests)
             receiver.discard()
         return self.report()
 

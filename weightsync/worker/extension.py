@@ -19,7 +19,7 @@ import torch
 
 from weightsync.codec import decode, encode
 from weightsync.errors import InternalError, UnknownVllm, WeightSyncError
-from weightsync.protocol import BeginOrder, ContractAnswer, WorkerReport
+from weightsync.protocol import BeginOrder, ContractAnswer, WorkerCheck, WorkerReport
 from weightsync.storage import census
 from weightsync.worker import tiles, vllm_compat
 from weightsync.worker.applier import Applier
@@ -31,7 +31,7 @@ tiles.ask()
 
 
 class WeightSyncExtension:
-    """Methods are called by name through `collective_rpc`; all answers are plain data: a `WorkerReport`, but of `sign` and `contract`."""
+    """Methods are called by name through `collective_rpc`; all answers are plain data: a `WorkerReport`, or what it names."""
 
     def weightsync_describe(self, verify_stored: bool = False) -> dict[str, Any]:
         """Seal the model's storage and say what this worker is; called once, before the first update."""
@@ -94,6 +94,17 @@ class WeightSyncExtension:
         except Exception as exc:
             answer = ContractAnswer(rank, error=InternalError(f"worker: {type(exc).__name__}: {exc}").to_dict())
         plain: dict[str, Any] = encode(answer)
+        return plain
+
+    def weightsync_check(self, anew: bool) -> dict[str, Any]:
+        """Read some of the live storage again (`rereading`), from the start or on from where the last call ended."""
+        try:
+            found = self._weightsync().check(anew)
+        except WeightSyncError as exc:
+            found = WorkerCheck(self._weightsync_rank(), error=exc.to_dict())
+        except Exception as exc:
+            found = WorkerCheck(self._weightsync_rank(), error=InternalError(f"worker: {type(exc).__name__}: {exc}").to_dict())
+        plain: dict[str, Any] = encode(found)
         return plain
 
     def _weightsync_rank(self) -> int:

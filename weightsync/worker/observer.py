@@ -50,4 +50,4 @@ class Observer:
             hint="Install a proved vLLM, and set engine.unknown_vllm back to refuse",
         )
 
-    begin = apply = verify = keep = rollback = abort = fall_asleep = woken = stay_awake = _refuse
+    begin = apply = verify = keep = rollback = abort = check = fall_asleep = woken = stay_awake = _refuse

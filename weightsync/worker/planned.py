@@ -193,10 +193,10 @@ class Planner:
         doubles: dict[str, Double] = {}
         now = self._sums() if watched.candidates else {}
         changed = {address for address in watched.sums if now.get(address) != watched.sums[address]}
-        memory = self._filled(watched.candidates, incoming.load_map)
+        memory = self._filled(incoming.load_map)
         doubtful = self._doubtful(changed.difference(*memory.values()), incoming.load_map)
         if doubtful is not None:
-            shown = self._shown({layer for layer, addresses in memory.items() if addresses & changed})
+            shown = self._shown({layer for layer in watched.candidates if memory[layer] & changed})
             candidates = {layer: names for layer, names in watched.candidates.items() if layer in shown and layer not in doubtful}
             copies, doubles = self._proved(candidates, incoming)
         self._learned = dict([*self._learned.items(), (watched.key, self._planned(copies, doubles, incoming))][-2:])
@@ -208,12 +208,12 @@ class Planner:
         seen = {kinds[layer] for layer in changed}
         return {path for path, kind in kinds.items() if kind in seen or kind[1] is type(None)}
 
-    def _filled(self, candidates: Collection[str], load_map: LoadMap) -> dict[str, set[int]]:
-        """Addresses of the memory that each of these layers is loaded into."""
-        live, found = live_tensors(self._model), dict[str, set[int]]()
-        for path in load_map.filled():
-            if (layer := _layer(path)) in candidates:
-                found.setdefault(layer, set()).add(live[path].untyped_storage().data_ptr())
+    def _filled(self, load_map: LoadMap) -> dict[str, set[int]]:
+        """Addresses of the memory that each of these layers is loaded into, and of what a double would make."""
+        live, modules, found = live_tensors(self._model), vllm_compat.plain_modules(self._model), dict[str, set[int]]()
+        doubles = {layer for layer in load_map.layers & modules.keys() if vllm_compat.requantises(modules[layer])}
+        for path in load_map.filled().keys() & live.keys() | {path for path in live if _layer(path) in doubles}:
+            found.setdefault(_layer(path), set()).add(live[path].untyped_storage().data_ptr())
         return found
 
     def _doubtful(self, changed: set[int], load_map: LoadMap) -> set[str] | None:

@@ -5,6 +5,7 @@
 # POD_IP        address of this pod, which trainers and engines reach
 # STORE_BYTES   Ray's object store
 # VERBOSE       --verbose or nothing
+# LEAVE_SECONDS how long `serve` may take to leave its fleet when it is told to end; 15 when not given
 set -euo pipefail
 
 tmp=${TMPDIR:-/tmp} # Ray's rule, too
@@ -12,9 +13,17 @@ log=$tmp/ray-start.log
 rm -rf "$tmp/ray" "$log" # of a container before this one
 
 node='' serve=''
+leave() {
+  # Told to end it leaves the engines (leave_fleet), which belong to the RayCluster, and the next `serve` adopts them.
+  kill -TERM "$serve" 2>/dev/null || return 0
+  for _ in $(seq $((${LEAVE_SECONDS:-15} * 5))); do
+    sleep 0.2
+    kill -0 "$serve" 2>/dev/null || return 0
+  done
+  kill -KILL "$serve" 2>/dev/null || true # it hangs, as it may where Ray is gone; that leaves them, too
+}
 end() {
-  # Killed, not told to end: told, it would end the engines, which belong to the RayCluster. The next `serve` adopts them.
-  [ -z "$serve" ] || kill -KILL "$serve" 2>/dev/null || true
+  [ -z "$serve" ] || leave
   [ -z "$node" ] || kill -TERM "$node" 2>/dev/null || true
   for child in $serve $node; do
     wait "$child" 2>/dev/null || true

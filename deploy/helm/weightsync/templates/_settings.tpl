@@ -5,6 +5,7 @@ JSON's scalars are TOML's too.
 {{- define "weightsync.settings" -}}
 {{- $fleet := deepCopy .Values.fleet -}}
 {{- $_ := set $fleet "state_dir" "/var/lib/weightsync" -}}
+{{- $_ := set $fleet "leave_fleet" true -}}
 {{- $_ := set $fleet.api "host" "0.0.0.0" -}}
 {{- $_ := set $fleet.sync "retain_folder" "/dev/shm" -}}
 {{- $_ := set $fleet "ray" (dict "address" (include "weightsync.head" .)) -}}
