@@ -167,6 +167,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             width=12,
         ),
         Panel("Since an engine's last commit", [(of("engine_staleness_seconds"), "engine {{engine}}")], "Rises by itself.", "s", width=12),
+        Panel("Workers owe an answer", [(of("engine_silence_seconds"), "engine {{engine}}")], "Above the limit: silent.", "s", width=12),
     ),
     "Drift": (
         Panel(
