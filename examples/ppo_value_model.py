@@ -76,7 +76,7 @@ def main() -> None:
         try:
             sync.sync_weights(weights(model, torch.bfloat16))
         except WeightSyncError as exc:
-            print(f"refused as one module: {exc.message[:120]}", flush=True)
+            print(f"refused as one module: {exc.message[:200]}", flush=True)
         for number in range(1, STEPS + 1):
             report = sync.sync_weights(weights(model.policy, torch.bfloat16))
             prompts = task.make_prompts(PROMPTS, rng)

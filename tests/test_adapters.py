@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.service import Service
 from tests.test_ledger import engine
 from tests.test_ranks import Model, Trainer, model_of
+from trainer_adapters.callback import follow
 from trainer_adapters.fleet import Stream, connect, weights
 from weightsync import WeightSync, WeightSyncError
 from weightsync.client import Lazy
@@ -91,12 +92,16 @@ def test_what_the_trainer_has_merged_itself_is_sent_as_it_is() -> None:
     assert not any("lora_" in name for name in made)
 
 
+def tiny() -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+
+
 def test_adapters_that_change_no_weights_are_refused() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = peft.get_peft_model(Qwen3ForCausalLM(Qwen3Config(**shape)), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
+    model = peft.get_peft_model(tiny(), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(WeightSyncError, match=r"PromptTuningConfig changes prompts and no weights.*Use LoRA"):
         weights(model)
 
@@ -108,6 +113,25 @@ def test_parameters_are_cast_when_they_are_read_and_buffers_stay() -> None:
     assert sent["scale"].dtype is torch.float32
     assert all(value.dtype is torch.bfloat16 for name, value in sent.items() if name != "scale")
     assert torch.equal(sent["odd.weight"], model_of(1).odd.weight.bfloat16())
+
+
+# --- transformers.Trainer ---------------------------------------------------------------------------
+
+
+def test_transformers_trainer_syncs_when_it_begins_every_so_many_steps_and_when_it_ends(service: Service, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = tiny()
+    from transformers import Trainer, TrainingArguments
+
+    row = torch.arange(8)
+    arguments = TrainingArguments(str(tmp_path), max_steps=5, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
+    callback = follow(service.url, "token", every_steps=2, model=model)
+    assert list(service.held) == [1], "so that a model which does not fit is refused here"
+    Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 8, callbacks=[callback]).train()
+    assert list(service.held) == [1, 2, 3, 4, 5] and callback.report.version == 5
+    assert all(torch.equal(service.held[5][0][name], value) for name, value in model.named_parameters())
+    differ = [not torch.equal(service.held[at][0]["lm_head.weight"], service.held[at + 1][0]["lm_head.weight"]) for at in (1, 2, 3, 4)]
+    assert differ == [False, True, True, True]
 
 
 # --- streams ----------------------------------------------------------------------------------------
@@ -189,6 +213,7 @@ def sync_adapted(state: dict[str, Any], url: str) -> tuple[int, bool]:
         return report.version, sync._follower is None
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_that_fsdp2_has_sharded_are_merged_and_gathered(service: Service, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     trainer = Trainer(tmp_path)

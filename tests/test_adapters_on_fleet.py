@@ -5,6 +5,7 @@ TRL has a file of its own, `test_trl.py`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.fleets import MAX_TOKENS, PROMPTS, Fleet, answers
 from trainer_adapters.callback import follow
 from trainer_adapters.fleet import weights
 from weightsync import WeightSync
+from weightsync.client import Lazy
 from weightsync.errors import AuthError, ManifestRefused, ServiceUnreachable
 
 pytestmark = pytest.mark.engine
@@ -38,10 +40,13 @@ def model_of(folder: Path) -> Any:
 
 @torch.no_grad()
 def gap(model: Any, sync: WeightSync, engine: int) -> float:
-    """The largest distance between an engine's log-probabilities of its own answers and the model's."""
-    worst = 0.0
+    """The largest distance between an engine's log-probabilities of its own answers and the model's, with its weights as they are sent."""
+    sent = {name: value.read() if isinstance(value, Lazy) else value for name, value in weights(model, torch.bfloat16).items()}
+    rounded, worst = {name: value.float() for name, value in sent.items()}, 0.0
     for prompt, tokens, logprobs in zip(PROMPTS, *answers(sync, engine), strict=True):
-        scores = model(torch.tensor([prompt + tokens])).logits[0, -MAX_TOKENS - 1 : -1].log_softmax(-1)
+        with model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext():
+            given = {"input_ids": torch.tensor([prompt + tokens])}
+            scores = torch.func.functional_call(model, rounded, kwargs=given).logits[0, -MAX_TOKENS - 1 : -1].log_softmax(-1)
         worst = max(worst, (scores.gather(1, torch.tensor(tokens)[:, None])[:, 0] - torch.tensor(logprobs)).abs().max().item())
     return worst
 
@@ -104,11 +109,13 @@ def test_engines_follow_transformers_trainer(fleet: Fleet, sync: WeightSync, che
             gaps.append((self.stale, gap(model, sync, 0)))
 
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 512, (16, 12), generator=torch.Generator().manual_seed(1))]
+    rate = 3e-2 if adapted else 3e-3
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=5, learning_rate=3e-3, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+        str(tmp_path), max_steps=5, learning_rate=rate, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
     )
     transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback, Look()]).train()
     # One when it was made, one when training began, behind steps 2 and 4, and at the end.
     assert callback.report.version == sync.status().committed_version == started + 5
-    assert [current < TOLERANCE for _, current in gaps] == [False, True, False, True, False], gaps
+    assert [before == behind for before, behind in gaps] == [True, False, True, False, True], gaps
+    assert max(gaps[1][1], gaps[3][1]) < TOLERANCE < gaps[1][0], gaps
     assert gap(model, sync, 0) < TOLERANCE and gap(model, sync, 1) < TOLERANCE

@@ -117,13 +117,17 @@ def test_verls_agent_loop_samples_from_the_fleet(verl: Any, fleet: Fleet, sync: 
     from weightsync.demo.checkpoint import build_checkpoint
 
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": 16, "response_length": 6}}, "data": {}})
-    loop = FleetAgentLoop(
-        trainer_config=DictConfigWrap(config), server_manager=None, processor=None, dataset_cls=None,
-        data_config=DictConfigWrap(config.data), tokenizer=AutoTokenizer.from_pretrained(build_checkpoint(tmp_path / "tokenizer", 0)),
-        url=fleet.url, token_file=token_file,
-    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(build_checkpoint(tmp_path / "tokenizer", 0))
     asked = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "ignore_eos": True}
-    made = asyncio.run(loop.run(asked, raw_prompt=[{"role": "user", "content": "sea1 sea2"}]))
+
+    async def run() -> Any:
+        loop = FleetAgentLoop(
+            trainer_config=DictConfigWrap(config), server_manager=None, processor=None, dataset_cls=None,
+            data_config=DictConfigWrap(config.data), tokenizer=tokenizer, url=fleet.url, token_file=token_file,
+        )  # fmt: skip
+        return await loop.run(asked, raw_prompt=[{"role": "user", "content": "sea1 sea2"}])
+
+    made = asyncio.run(run())
     want = sync.generate(made.prompt_ids, max_tokens=6, temperature=0.0, ignore_eos=True)
     assert (tuple(made.response_ids), tuple(made.response_logprobs)) == (want.token_ids, want.logprobs)
     assert made.response_mask == [1] * 6

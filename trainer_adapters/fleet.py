@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainer_adapters import peft
 from weightsync import SyncReport, WeightSync, WeightSyncError
-from weightsync.client import Lazy
+from weightsync.client import Lazy, sharded
 
 CPU = torch.device("cpu")
 _ANEW = "A trainer whose tensors change needs a new connection: make the adapter anew"
@@ -87,11 +87,9 @@ def _as_sent(value: Any, merge: Callable[[], torch.Tensor] | None, dtype: torch.
     if merge is not None and partitioned:
         raise WeightSyncError("adapters can't be merged into weights that ZeRO-3 has partitioned", hint="Use ZeRO-2 or FSDP2 for PEFT")
     make = merge or (lambda: _gathered(value) if partitioned else value.detach())
-    shards = getattr(value, "device_mesh", None)
-    together = partitioned or (shards is not None and shards.size() > 1)
-    device = torch.device(shards.device_type, torch.cuda.current_device()) if shards is not None and value.is_cuda else value.device
+    together = partitioned or (sharded.is_sharded(value) and value.device_mesh.size() > 1)
     shape = tuple(value.ds_shape if partitioned else value.shape)
-    return Lazy(to, shape, lambda: make().to(to), device, collective=together)
+    return Lazy(to, shape, lambda: make().to(to), sharded.device_of(value), collective=together)
 
 
 def _gathered(value: Any) -> torch.Tensor:

@@ -6,8 +6,8 @@
 It is verl's own loop of a single turn, whose server is the fleet. Log-probabilities are the engines' (`rollout.calculate_log_probs`), and
 the versions that sampled an answer are among its extra fields, as `weight_versions`.
 
-verl imports this module by its name, so it imports verl. Tested with verl 0.9.1 on a CPU: a real loop with real engines behind. A whole run
-of verl needs GPUs and was not done. Not covered: images, tools.
+verl imports this module by its name, so it imports verl. Tested with verl 0.9.1 on a CPU: a real loop, with an answer made up in the
+fleet's place. A whole run of verl needs GPUs and was not done. Not covered: images, tools.
 """
 
 from __future__ import annotations
