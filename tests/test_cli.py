@@ -145,7 +145,7 @@ def test_a_status_names_an_update_that_is_under_way_and_none_that_has_ended(show
 @pytest.mark.parametrize(("ranks", "who"), [((), "its workers do"), ((1, 3), "worker 1, 3 of 4 does")])
 def test_a_status_says_whose_workers_are_silent_and_for_how_long(shows: Shows, ranks: tuple[int, ...], who: str) -> None:
     hangs = replace(engine(1, EngineState.SILENT), workers=4, reason="workers_silent", silence_seconds=75.3, silent_workers=ranks)
-    shown = shows(fleet(engine(0), hangs), width=200)
+    shown = shows(fleet(engine(0), hangs), width=200, code=3)
     assert f"engine 1: {who} not answer, for 75 s" in shown and "workers_silent" in shown and "engine 0:" not in shown
 
 
