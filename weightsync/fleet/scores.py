@@ -6,8 +6,8 @@ forces the tokens, so that every engine goes on with the same ones, and the log-
 token ids vLLM could say them too, `logprob_token_ids`; in its first sampler that takes top log-probabilities away from other requests of
 the same step. Log-probabilities of a prompt take memory for all of its positions, which nobody has set aside.)
 
-Short prompts go through whatever an engine captures. One that is longer than the largest capture is computed without graphs, with a
-few tokens more behind it step by step, by graphs, or all at once, without: the same tokens at the same positions, twice.
+Short prompts go through whatever an engine captures. One that is longer than the largest capture is computed without graphs; one
+token more behind it is either a step of its own, by a graph, or a part of the prompt, without: the same tokens at the same position, twice.
 
 Not covered: which of its kinds of graphs a step took (other requests of the step may make it larger than any); engines that
 draft tokens or diffuse, in which no token can be forced: they score one token of each prompt, and compare no graphs.
@@ -23,11 +23,11 @@ from typing import Any
 from weightsync.mismatch import ProbeAnswer
 
 _PROMPTS, _PROMPT_TOKENS = 4, 8
-#: Tokens that are scored behind each prompt, and the likeliest ones that are told at each.
-_STEPS, _TOP = 4, 4
+#: Tokens that are scored behind each prompt, the first by its prefill and one by decoding, and the likeliest ones that are told at each.
+_STEPS, _TOP = 2, 4
 _BIAS = 100.0
 #: How long a prompt must be beyond the largest capture, and what is put behind it.
-_BEYOND, _BEHIND = 1, 2
+_BEYOND, _BEHIND = 1, 1
 _SALT = "weightsync-probe"
 
 _serial = itertools.count()
