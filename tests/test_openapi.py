@@ -1,6 +1,6 @@
 """Schemathesis asks the API what its own description allows and what it forbids: every answer is as described, and none a fault of ours.
 
-Updates go through the real controller, whose engines are made up; so do sleep and pauses. Pins, scaling and contracts are answered
+Updates go through the real controller, whose engines are made up; so do sleep, pauses and samples. Pins, scaling and contracts are answered
 by a stand-in. Not covered: order of calls by links between them; bodies near the limit (`test_api.py`).
 """
 
@@ -24,7 +24,17 @@ from weightsync.codec import decode
 from weightsync.errors import Refused, WeightSyncError
 from weightsync.fleet.controller import Controller
 from weightsync.fleet.ledger import Update
-from weightsync.protocol import Admission, EngineStatus, EngineVerdict, FleetCheck, FleetStatus, UpdateRequest, UpdateStatus
+from weightsync.protocol import (
+    Admission,
+    EngineStatus,
+    EngineVerdict,
+    FleetCheck,
+    FleetStatus,
+    Observation,
+    Tallies,
+    UpdateRequest,
+    UpdateStatus,
+)
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 checks = pytest.importorskip("schemathesis.checks")
@@ -107,7 +117,9 @@ def test_every_answer_is_as_described_and_none_is_a_fault(case: Any, service: tu
 
 def test_the_controller_was_really_asked(service: tuple[str, Asked]) -> None:
     """Behind the others: an API that refused everything would pass them."""
-    assert {"status", "metrics", "updates", "update", "begin", "commit", "abort", "rest", "pause", "resume", "pin"} <= service[1].methods
+    assert {"status", "metrics", "updates", "update", "begin", "commit", "abort", "rest", "pause", "resume", "pin", "observe"} <= service[
+        1
+    ].methods
     assert threading.active_count() > 1
 
 
@@ -120,6 +132,8 @@ def test_the_controller_was_really_asked(service: tuple[str, Asked]) -> None:
         (UpdateRequest, examples.REQUEST),
         (Admission, examples.ADMISSION),
         (FleetCheck, examples.CHECK),
+        (Tallies, examples.TALLIES),
+        (Observation, examples.OBSERVATION),
     ],
 )
 def test_an_example_is_one(message: type[Any], example: dict[str, Any]) -> None:

@@ -75,9 +75,10 @@ def break_(module: Any) -> None:
     applier = module.Applier
     stock_load, stock_prove, stock_check = applier._load, applier._prove, applier.check
 
-    def load(self: Any, incoming: Any) -> Any:
+    def load(self: Any, incoming: Any, plan_key: str = "") -> Any:
         fault = due(self, "apply")
-        return stock_load(self, incoming if fault is None else Broken(incoming, fault["at"]))
+        # A broken one goes the general way: it has a stream alone.
+        return stock_load(self, incoming, plan_key) if fault is None else stock_load(self, Broken(incoming, fault["at"]))
 
     def prove(self: Any) -> Any:
         from weightsync.errors import VerdictNotOk

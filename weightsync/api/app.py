@@ -29,7 +29,7 @@ from weightsync.codec import decode, encode
 from weightsync.errors import AuthError, InternalError, Refused, WeightSyncError
 from weightsync.fleet.gate import bound, has_token
 from weightsync.fleet.inside import refuse
-from weightsync.protocol import MAX_VERSION, Admission, EngineStatus, FleetCheck, FleetStatus, UpdateStatus
+from weightsync.protocol import MAX_VERSION, Admission, EngineStatus, FleetCheck, FleetStatus, Observation, UpdateStatus
 
 #: How long health may wait for the controller, seconds.
 _HEALTH_TIMEOUT_SECONDS = 2.0
@@ -269,7 +269,11 @@ def _update_routes(router: APIRouter, controller: Controller, seconds: float) ->
 
 
 def _sample_routes(router: APIRouter, controller: Controller, seconds: float) -> None:
-    @router.post("/observe", summary="What a trainer's samples say of the engines: sums; answers with means, and who stands out")
+    observed = description.answer(Observation, examples.OBSERVATION)
+    samples = description.body("Tallies (`weightsync.protocol`); `WeightSync.observe` makes them", examples.TALLIES)
+    said = "What a trainer's samples say of the engines: sums; answers with means, and who stands out"
+
+    @router.post("/observe", summary=said, response_model=None, responses=observed, openapi_extra=samples)
     async def observe(request: Request) -> dict[str, Any]:
         return dict(await controller.ask("observe", await _json(request, "Tallies"), timeout_seconds=seconds))
 

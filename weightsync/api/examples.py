@@ -180,3 +180,15 @@ CHECK: dict[str, Any] = {
         }
     ],
 }
+
+#: Body of `POST /v1/observe`: sums over what engine 0 sampled from version 120.
+TALLIES: dict[str, Any] = {
+    "tallies": [{"engine": 0, "version": 120, "tokens": 4096, "difference": 21.3, "k1": -0.4, "k3": 0.35, "largest": 0.21}]
+}
+
+#: What it is answered with.
+OBSERVATION: dict[str, Any] = {
+    "engines": [{"engine": 0, "behind": "0", "tokens": 4096, "difference": 0.0052, "k1": -0.0001, "k3": 0.00009, "largest": 0.21}],
+    "named": [],
+    "unknown": [],
+}

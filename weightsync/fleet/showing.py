@@ -104,6 +104,7 @@ class Showing:
         self._recorder.observed(told)
         return dict(encode(told))
 
+    @answers
     async def check(self, engines: list[int], timeout_seconds: float) -> dict[str, Any]:
         """Have engines read their live storage again, while they serve (`Orders.check`). `FleetCheck`."""
         found = await self._roster.check(engines, timeout_seconds)
