@@ -204,6 +204,13 @@ ROWS: dict[str, Sequence[Panel]] = {
     ),
     "Failures": (
         Panel(
+            "Silence of workers",
+            [(of("engine_silence_seconds"), "engine {{engine}}")],
+            "How long they have owed an answer; a model step that compiles takes its time.",
+            "s",
+            width=24,
+        ),
+        Panel(
             "Second tries",
             [(rise("second_tries_total", "outcome"), "{{outcome}}")],
             "Applies tried once more from the staged bytes.",

@@ -230,7 +230,7 @@ def test_a_check_of_the_fleet_names_what_is_wrong_and_fails(files: tuple[str, st
             assert f"\n{line}\n" in said
         assert cli.main([*check, "--json"]) == 1
         assert [e["ok"] for e in json.loads(capsys.readouterr().out)["engines"]] == [True, False, False]
-        assert cli.main([*check, "--strict"]) == 2
+        assert cli.main([*check, "--strict"]) == cli.main([*check, "--model", files[0], "--engine", "0"]) == 2
 
 
 @pytest.mark.parametrize(

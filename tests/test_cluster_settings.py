@@ -62,17 +62,17 @@ def test_ray_ends_also_where_actors_can_not_be_told_to_end(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("leave", "adopted", "foreign", "failed", "left"),
+    ("leave", "up", "foreign", "failed", "left"),
     [
         (False, True, False, False, False),
         (True, False, False, False, True),
         (True, False, False, True, False),  # a start that failed: what it has begun is of no use
-        (True, True, False, True, True),  # those that were there serve on
+        (True, True, False, True, True),  # those that were there, or have come up, serve on
         (False, False, True, True, True),  # other settings have started them: another's
     ],
 )
 def test_a_fleet_is_left_where_it_shall_outlive_its_serve_and_where_it_is_anothers(
-    leave: bool, adopted: bool, foreign: bool, failed: bool, left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leave: bool, up: bool, foreign: bool, failed: bool, left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     one = cluster.Cluster(config.load({"engine.model": str(tmp_path), "state_dir": str(tmp_path), "leave_fleet": leave}))
@@ -82,7 +82,7 @@ def test_a_fleet_is_left_where_it_shall_outlive_its_serve_and_where_it_is_anothe
         ended.append(namespace)
 
     async def run() -> None:
-        one._joining, one._owned, one._adopted, one._foreign = asyncio.create_task(asyncio.sleep(0)), True, adopted, foreign
+        one._joining, one._owned, one._up, one._foreign = asyncio.create_task(asyncio.sleep(0)), True, up, foreign
         await one.stop(failed)
 
     monkeypatch.setattr(cluster, "_stop_actors", stop_actors)

@@ -61,7 +61,7 @@ class Core:
         self.stamped = version
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        assert not self.running or method in ("weightsync_begin", "weightsync_keep", "weightsync_abort"), (
+        assert not self.running or method in ("weightsync_begin", "weightsync_keep", "weightsync_abort", "weightsync_check"), (
             "weights are written below requests"
         )
         answers = [self._one(worker, method.removeprefix("weightsync_"), *args) for worker in self.workers]

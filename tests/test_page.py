@@ -260,11 +260,12 @@ def test_it_can_be_used_by_keyboard_alone(opened: Opened, tmp_path: Path) -> Non
         assert "Engine 1" in tab.locator("#dialog-title").inner_text()
         assert "model.model.norm.weight" in tab.locator("#contract").text_content()
         require_well_set(tab)
-        picture(tab, tmp_path, "contract")
         tab.keyboard.press("Tab")
         assert tab.evaluate("document.activeElement.textContent") == "Digest its weights now"
         tab.keyboard.press("Enter")
         tab.get_by_text("399 tensors are as they were sent").wait_for()
+        assert tab.evaluate("document.activeElement.textContent") == "Digest its weights now"
+        picture(tab, tmp_path, "contract")
         assert ("check", [1], 60.0) in [call[:3] for call in controller.calls]
         tab.evaluate("look()")  # a look at the fleet meanwhile must not take the focus away
         tab.keyboard.press("Escape")

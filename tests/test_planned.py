@@ -160,6 +160,7 @@ class Site:
         assert self.planner.find("key") is None
         self.planner.watch("key", incoming)
         self.load(self.tensors(seed, still))
+        self.planner.proved()
         self.planner.learn(incoming)
         return self.planner.find("key")
 
@@ -263,6 +264,7 @@ def test_a_seal_and_a_failure_forget_what_was_learned() -> None:
     assert site.planner.find("key") is None
     incoming = site.staged(site.tensors(3))
     site.planner.watch("key", incoming)
+    site.planner.proved()
     site.guard.seal()  # captured anew by that update
     site.planner.learn(incoming)
     assert site.planner.find("key") is None

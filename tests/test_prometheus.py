@@ -6,6 +6,7 @@ Not covered: rules and dashboards.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -68,8 +69,16 @@ def scraping(folder: Path, url: str) -> Iterator[Prometheus]:
         prometheus.process.wait(20)
 
 
+def require_phases_in_logs(fleet: Fleet, update_id: str) -> None:
+    """Of the last update: lines of JSON by the controller, and by the engine with its ordinal."""
+    text = "".join(log.read_text(errors="replace") for log in fleet.logs.glob("worker-*.err"))
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"time"')]
+    phases = {(line.get("engine"), line["phase"]) for line in lines if line.get("update_id") == update_id and "phase" in line}
+    assert {(None, "admit"), (None, "receive"), (None, "commit"), (0, "apply"), (0, "verify"), (0, "resume")} <= phases
+
+
 def test_every_scrape_of_a_minute_succeeds_and_no_counter_falls(checkpoint: Any, tensors: Any, tmp_path: Path) -> None:
-    fleet = Fleet(checkpoint(KIND, 1), tmp_path / "home").ready()
+    fleet = Fleet(checkpoint(KIND, 1), tmp_path / "home", 1, ["--log=json"]).ready()
     try:
         with scraping(tmp_path / "prometheus", fleet.url) as prometheus, fleet.client(bucket_bytes=60_000) as sync:
             weights = tensors(KIND, 1), tensors(KIND, 2)
@@ -99,5 +108,6 @@ def test_every_scrape_of_a_minute_succeeds_and_no_counter_falls(checkpoint: Any,
             ((_, deaths),) = prometheus.ask(f'max_over_time(weightsync_engines{{state="dead"}}{window})')
             assert deaths == 1, "the scrapes saw it dead"
             assert prometheus.ask('weightsync_engine_version{engine="0"}')[0][1] == sync.status().committed_version
+            require_phases_in_logs(fleet, sync.engines()[0].update_id or "")
     finally:
         assert fleet.stop() == 0

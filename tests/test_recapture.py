@@ -157,7 +157,7 @@ class TestAnUpdate:
             _held=Held(),
             _regions=Regions(),
             _alone=True,
-            _planner=SimpleNamespace(forget=lambda: done.append("forget")),
+            _planner=SimpleNamespace(forget=lambda: None, proved=lambda: None),
         )
         return made
 

@@ -5,16 +5,20 @@ Not covered: a real engine (`test_seen_on_fleet.py`).
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.test_engine_update import Engine
 from tests.test_stored import HALF, Model
 from tests.workers import NAMES, Worker, weights, without_vllm
 from weightsync.client.source import offer
-from weightsync.errors import Refused
+from weightsync.codec import decode
+from weightsync.errors import DeadlineExceeded, Refused, WeightSyncError
 from weightsync.protocol import WorkerCheck
 from weightsync.transport.digest import digest_tensor
 from weightsync.worker import rereading
@@ -182,3 +186,44 @@ def test_asleep_nothing_is_read(worker: Worker) -> None:
     worker.memory.sleep(1)
     with pytest.raises(Refused, match="asleep"):
         worker.applier.check(True)
+
+
+# --- in an engine ----------------------------------------------------------------------------------
+
+
+def checks_of(engine: Engine, seconds: float = 5.0) -> list[WorkerCheck]:
+    answer = asyncio.run(engine.actor.check(seconds))
+    if "error" in answer:
+        raise WeightSyncError.from_dict(answer["error"])
+    return [decode(WorkerCheck, one) for one in answer["value"]]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
+    without_vllm(monkeypatch)
+    monkeypatch.setattr(rereading, "_PIECES", 1)  # so that a check takes several calls
+    return Engine(tmp_path)
+
+
+def test_an_engine_reads_every_worker_to_the_end_while_it_serves(engine: Engine) -> None:
+    assert engine.update(1)["committed"]
+    first = checks_of(engine)
+    assert [(check.rank, check.ok, check.first_seen) for check in first] == [(0, True, 2), (1, True, 2)] and engine.core.running
+    with torch.no_grad():
+        engine.workers[1].model.get_parameter(NAMES[0])[3] = 9
+    assert [(check.ok, check.differs) for check in checks_of(engine)] == [(True, ()), (False, (NAMES[0],))]
+
+
+def test_a_worker_that_cannot_be_checked_does_not_keep_the_others(engine: Engine) -> None:
+    assert engine.update(1)["committed"]
+    engine.workers[0].applier._wrote = True
+    first, second = checks_of(engine)
+    assert first.error is not None and first.error["code"] == "refused" and not first.ok
+    assert second.ok and second.done
+
+
+def test_a_check_ends_at_its_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.update(1)["committed"]
+    monkeypatch.setattr(rereading, "_PIECES", 0)  # a call reads nothing
+    with pytest.raises(DeadlineExceeded, match="had read 0 bytes"):
+        checks_of(engine, 0.05)

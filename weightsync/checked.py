@@ -76,7 +76,7 @@ class FleetCheck:
     """The engines that were meant.
 
     Attributes:
-        ok: of every one of them.
+        ok: of every one of them; False where there was none.
     """
 
     committed_version: int | None

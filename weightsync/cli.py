@@ -333,6 +333,8 @@ def _check_fleet(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     if args.model is None:
         return _check_fleet(args)
+    if args.engine:
+        raise ConfigError("--engine goes without --model: it is one of the fleet's engines")
     import json
 
     from rich.console import Console

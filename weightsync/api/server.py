@@ -47,13 +47,14 @@ async def serve(settings: config.Settings) -> int:
     sock = _listen(settings)
     cluster = Cluster(settings)
     print(f"weightsync starting; controller and engines log to {cluster.logs}", flush=True)
-    code = 0
+    code = 1  # unless it ends as it should
     try:
         starting = asyncio.create_task(cluster.start())
         if not await _first(starting, stop):
             starting.cancel()
             await asyncio.wait([starting])
-            return 0
+            code = 0
+            return code
         application = api.build(
             cluster,
             token=lambda: cluster.token,
@@ -69,6 +70,7 @@ async def serve(settings: config.Settings) -> int:
         await _first(serving, stop)
         server.should_exit = True
         await serving
+        code = 0
     except WeightSyncError as exc:
         print(f"weightsync: {exc}", file=sys.stderr, flush=True)
         code = 2 if isinstance(exc, ConfigError) else 1

@@ -59,7 +59,7 @@ class Cluster:
         self._joining: asyncio.Task[None] | None = None
         self._owned = False  # Ray was started or adopted here, so it is ours to end
         self._foreign = False  # engines are there that other settings have started: they are not ours to end
-        self._adopted = False  # engines were there, and go on
+        self._up = False  # engines were there before, or have started
         self._temp = Path("/tmp") / f"weightsync-{hashlib.sha256(str(self.home.resolve()).encode()).hexdigest()[:10]}"
         apart = "Ray's session_latest/logs on each node (in /tmp/ray, or its --temp-dir)"
         #: Where controller and engines log, in words.
@@ -73,6 +73,7 @@ class Cluster:
         await asyncio.shield(self._joining)
         await self._find_engines()
         await self._start_actors()
+        self._up = True
 
     def _join_ray(self) -> None:
         address = self.settings.ray.address
@@ -114,7 +115,7 @@ class Cluster:
         except ConfigError:
             self._foreign = True
             raise
-        self._adopted = bool(self._engines)
+        self._up = bool(self._engines)
 
     async def _start_actors(self) -> None:
         import ray
@@ -158,9 +159,9 @@ class Cluster:
         """Take down engines, controller, and Ray if it was started or adopted here, with its logs; or leave all of it (`leave_fleet`).
 
         Args:
-            failed: the fleet did not come up. Its logs stay, and it is not left unless it was there before.
+            failed: `serve` did. Logs stay, and what had not come up is not left.
         """
-        leave = self._foreign or (self.settings.leave_fleet and (self._adopted or not failed))
+        leave = self._foreign or (self.settings.leave_fleet and (self._up or not failed))
         try:
             if self._joining is not None:
                 # Its thread can't be cancelled, and half a Ray can't be ended; it takes a few seconds.

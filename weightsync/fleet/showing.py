@@ -107,7 +107,7 @@ class Showing:
     async def check(self, engines: list[int], timeout_seconds: float) -> dict[str, Any]:
         """Have engines read their live storage again, while they serve (`Orders.check`). `FleetCheck`."""
         found = await self._roster.check(engines, timeout_seconds)
-        return dict(encode(FleetCheck(self._ledger.committed_version, all(engine.ok for engine in found), found)))
+        return dict(encode(FleetCheck(self._ledger.committed_version, bool(found) and all(engine.ok for engine in found), found)))
 
     @answers
     async def metrics(self) -> str:

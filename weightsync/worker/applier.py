@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +258,7 @@ class Applier(Telling, Following):
         if self._error:
             self._planner.forget()
         else:
+            self._learn(self._planner.proved)
             self._held.proved = receiver.order.brings if self._back is None else self._held.counts
             self._sleep.forget()
         return self.report()
@@ -268,7 +269,8 @@ class Applier(Telling, Following):
         order = receiver.order
         if receiver.into is not None:
             incoming = self._incoming(receiver)
-            self._learn(incoming)
+            if isinstance(incoming, Staged):
+                self._learn(lambda: self._planner.learn(incoming))
             keeps = order.retain or folder_of(order, self.rank) is not None
             kept = replace(incoming, digests=dict(receiver.digests)) if keeps and isinstance(incoming, Staged) else None
             self._held.settle(order, self.rank, kept)
@@ -276,10 +278,9 @@ class Applier(Telling, Following):
             receiver.discard()
         return self.report()
 
-    def _learn(self, incoming: Staged | Streamed) -> None:
+    def _learn(self, learn: Callable[[], None]) -> None:
         try:
-            if isinstance(incoming, Staged):
-                self._planner.learn(incoming)
+            learn()
         except Exception:  # the update is proved: what could be quicker the next time is no fault of it
             logger.exception("no plan was made of an update, and the next one goes the general way")
             self._planner.forget()

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ApplyFailed
-from weightsync.storage.pins import Pin, same_bytes
+from weightsync.storage.pins import Pin
 from weightsync.storage.plan import Plan, Run, View, runs_of
 from weightsync.transport import digest
 from weightsync.worker import sealing, stored, vllm_compat
+from weightsync.worker.doubled import Double, double_of
 from weightsync.worker.guard import Guard
 from weightsync.worker.loadmap import Copy, LoadMap
 from weightsync.worker.staging import Staged
@@ -44,52 +44,6 @@ logger = logging.getLogger(__name__)
 #: So many updates by one plan, and the next goes the general way.
 AGAIN = 64
 _PREFIX = f"{sealing.MODEL}."
-
-
-@dataclass(frozen=True)
-class Double:
-    """A layer that is processed beside itself.
-
-    Attributes:
-        path, layer: which.
-        shapes: of its loaded parameters, by their names; and their dtype.
-        copies: what is copied into them: parameter, index in the manifest, how.
-        live: what the layer holds, by name: what processing makes goes there.
-    """
-
-    path: str
-    layer: torch.nn.Module
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    copies: tuple[tuple[str, int, Copy], ...]
-    live: dict[str, torch.Tensor]
-
-    def made(self, incoming: Staged) -> dict[str, torch.Tensor]:
-        """What processing makes of an update, by name, each laid out as what is live.
-
-        Raises:
-            ApplyFailed: it makes something else.
-        """
-        device = next(iter(self.live.values())).device
-        loaded: dict[str, torch.Tensor] = {}
-        for name, index, copy in self.copies:
-            sent = incoming.tensor(index)
-            shape, dtype = self.shapes[name]
-            if copy.into[:2] == (0, shape) and copy.source == (0, tuple(sent.shape), sent.stride()) and sent.device == device:
-                loaded[name] = sent  # all there is of it, as it lies
-                continue
-            if name not in loaded:
-                loaded[name] = torch.empty(shape, dtype=dtype, device=device)
-            stored.view(loaded[name], copy.into).copy_(stored.view(sent, copy.source))
-        found = vllm_compat.processed(self.layer, loaded)
-        laid = {name: (tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in found.items()}
-        if laid != {name: (tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in self.live.items()}:
-            raise ApplyFailed(f"what {self.path} makes of its weights is laid out otherwise than what is live", names=[self.path])
-        return found
-
-    def write(self, incoming: Staged) -> None:
-        """Put that into the layer."""
-        for name, tensor in self.made(incoming).items():
-            self.live[name].copy_(tensor)
 
 
 @dataclass
@@ -114,6 +68,11 @@ class Planned:
     rest: LoadMap
     used: int = 0
 
+    @property
+    def on_cuda(self) -> bool:
+        written = [*(self.plan.memory if self.plan is not None else ()), *(tensor for one in self.doubles for tensor in one.live.values())]
+        return any(tensor.is_cuda for tensor in written)
+
     def write(self, incoming: Staged) -> Staged:
         """Write the planned layers; returns what is left to be loaded.
 
@@ -127,7 +86,7 @@ class Planned:
             with vllm_compat.cold_load_context(self.config), torch.inference_mode(False):
                 for double in self.doubles:
                     double.write(incoming)
-        if torch.cuda.is_available():  # staged bytes may be let go of as soon as this is told
+        if self.on_cuda:  # staged bytes may be let go of as soon as this is told
             torch.cuda.current_stream().synchronize()
         return replace(incoming, load_map=self.rest, unused=self.tensors.union(incoming.unused))
 
@@ -140,6 +99,7 @@ class _Watched:
     candidates: dict[str, list[str]]  # layer to the tensors that go into it
     sums: dict[int, digest.Digest]  # address of memory of the model, and its digest
     sealed: object
+    changed: set[int] | None = None  # addresses, when it is proved
 
 
 class Planner:
@@ -184,15 +144,20 @@ class Planner:
         candidates = dict(_candidates(self._model, incoming))
         self._watched = _Watched(key, candidates, self._sums() if candidates else {}, self._guard.sealed)
 
+    def proved(self) -> None:
+        """The update that was watched is proved, and the engine stands still: what has changed by it."""
+        if (watched := self._watched) is not None:
+            now = self._sums() if watched.candidates else {}
+            watched.changed = {address for address in watched.sums if now.get(address) != watched.sums[address]}
+
     def learn(self, incoming: Staged) -> None:
-        """The update that was watched is proved, and its bytes are there: which of its layers are nothing but copies."""
+        """That update counts, and its bytes are there: which of its layers are nothing but copies."""
         watched, self._watched = self._watched, None
-        if watched is None or watched.sealed is not self._guard.sealed:
+        if watched is None or watched.changed is None or watched.sealed is not self._guard.sealed:
             return
         copies: dict[str, list[tuple[Run, torch.Tensor]]] = {}
         doubles: dict[str, Double] = {}
-        now = self._sums() if watched.candidates else {}
-        changed = {address for address in watched.sums if now.get(address) != watched.sums[address]}
+        changed = watched.changed
         memory = self._filled(incoming.load_map)
         doubtful = self._doubtful(changed.difference(*memory.values()), incoming.load_map)
         if doubtful is not None:
@@ -262,7 +227,7 @@ class Planner:
             for layer, names in candidates.items():
                 copies = [(index[name], copy) for name in names for copy in incoming.load_map.copies[name] if _layer(copy.path) == layer]
                 if vllm_compat.requantises(modules[layer]):
-                    if (double := _double(layer, modules[layer], copies, incoming)) is not None:
+                    if (double := double_of(layer, modules[layer], copies, incoming)) is not None:
                         doubles[layer] = double
                 elif (runs := _layer_runs(copies, live, incoming)) is not None:
                     found[layer] = runs
@@ -342,25 +307,6 @@ def _layer_runs(
                 return None
             found += [(run, into) for run in runs]
     return found
-
-
-def _double(path: str, layer: torch.nn.Module, copies: Sequence[tuple[int, Copy]], incoming: Staged) -> Double | None:
-    """The double of a layer; None where the layer holds something else than what that makes of an update."""
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for known in {copy.path for _, copy in copies}:
-        if known not in incoming.load_map.shapes:
-            return None
-        shape, dtype = incoming.load_map.shapes[known]
-        shapes[known.rpartition(".")[2]] = shape, getattr(torch, dtype)
-    tensors = {**layer._parameters, **layer._buffers}
-    live = {name: tensor.data for name, tensor in tensors.items() if tensor is not None}
-    double = Double(path, layer, shapes, tuple((copy.path.rpartition(".")[2], index, copy) for index, copy in copies), live)
-    try:
-        made = double.made(incoming)
-    except Exception as exc:  # whatever it is, the general way is there
-        logger.info("%s is taken apart for each update: %s: %s", path, type(exc).__name__, exc)
-        return None
-    return double if all(same_bytes(tensor, live[name]) for name, tensor in made.items()) else None
 
 
 def _halves_changed(copy: Copy, parameter: torch.Tensor) -> Copy:
