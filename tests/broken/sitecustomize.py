@@ -75,9 +75,9 @@ def break_(module: Any) -> None:
     applier = module.Applier
     stock_load, stock_prove, stock_check = applier._load, applier._prove, applier.check
 
-    def load(self: Any, incoming: Any) -> Any:
+    def load(self: Any, incoming: Any, *plan_key: str) -> Any:
         fault = due(self, "apply")
-        return stock_load(self, incoming if fault is None else Broken(incoming, fault["at"]))
+        return stock_load(self, incoming if fault is None else Broken(incoming, fault["at"]), *plan_key)
 
     def prove(self: Any) -> Any:
         from weightsync.errors import VerdictNotOk
