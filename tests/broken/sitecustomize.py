@@ -77,7 +77,7 @@ def break_(module: Any) -> None:
 
     def load(self: Any, incoming: Any, *plan_key: str) -> Any:
         fault = due(self, "apply")
-        return stock_load(self, incoming if fault is None else Broken(incoming, fault["at"]), *plan_key)
+        return stock_load(self, incoming, *plan_key) if fault is None else stock_load(self, Broken(incoming, fault["at"]))
 
     def prove(self: Any) -> Any:
         from weightsync.errors import VerdictNotOk
