@@ -61,13 +61,14 @@ class Fault:
         offered: what the trainer offers, made from a complete set.
         admitted: admission lets everything pass, so that what stands behind it is asked.
         sender: how the trainer sends.
-        worker: what goes wrong in the worker while this lasts; is given the bench and the complete set.
+        worker: what goes wrong in the worker while this lasts; is given the bench and the complete set. Such an update goes the
+            general way: what a plan writes passes no loader in which something could go wrong.
     """
 
     offered: Callable[[Tensors], Tensors] = dict
     admitted: bool = False
     sender: Send = field(default=lambda *to: send(*to))
-    worker: Callable[[Bench, Tensors], AbstractContextManager[Any]] = field(default=lambda bench, tensors: nullcontext())
+    worker: Callable[[Bench, Tensors], AbstractContextManager[Any]] | None = None
 
 
 def send(offered: Offer, plan: BucketPlan, wire: Any, cancelled: Callable[[], bool], kind: type[Sender] = Sender, told: Any = None) -> None:
@@ -125,14 +126,14 @@ class Bench:
             assert self.call("abort", report["update_id"])["wrote"] is report["wrote"]
         return report
 
-    def begin(self, offered: Offer, plan: BucketPlan, way: Way) -> dict[str, Any]:
+    def begin(self, offered: Offer, plan: BucketPlan, way: Way, planned: bool = True) -> dict[str, Any]:
         """Ask the worker to take an update, with an eye on the memory that it takes for the bytes."""
         self._updates += 1
         update = f"u-{self._updates}"
         meeting = ("trainer", self._updates, offered.manifest, BUCKET, plan.hash, SECONDS, "gloo", torch.__version__)
         request = UpdateRequest(update, *meeting, scope=way.scope)
         base = (self._updates - 1, self.held) if way.scope else (None, "")
-        order = BeginOrder(request, self._info, 0, 1, SECONDS, "", way.stage, way.retain, *base)
+        order = BeginOrder(request, self._info, 0, 1, SECONDS, "", way.stage, way.retain, *base, plan=planned)
         made: list[torch.Tensor] = []
         empty = torch.empty
         # What is not staged waits for its loader after few bytes, as large models do.
@@ -149,7 +150,7 @@ class Bench:
         offered = offer(fault.offered(tensors))
         plan = plan_buckets(offered.manifest, BUCKET)
         with patch.object(admission, "admit", lambda manifest, base, *_, **__: base) if fault.admitted else nullcontext():
-            report = self.begin(offered, plan, way)
+            report = self.begin(offered, plan, way, planned=fault.worker is None)
         if report["state"] == "failed":
             return {**report, "at": "begin", "state": "refused"}
         update = report["update_id"]
@@ -163,7 +164,8 @@ class Bench:
         transaction = Transaction(_Engine(self._call), update, tries=way.tries, seconds_for_all=SECONDS)
         served, error = not report["wrote"], None
         try:
-            with fault.worker(self, tensors), patch.object(self.applier, "_stored", self._stored if way.compared else None):
+            broken = fault.worker(self, tensors) if fault.worker is not None else nullcontext()
+            with broken, patch.object(self.applier, "_stored", self._stored if way.compared else None):
                 asyncio.run(transaction.bring())
             self.call("keep", update)
             self.held = update
