@@ -25,9 +25,11 @@ from weightsync.protocol import (
     CommunicatorInfo,
     ContractAnswer,
     ContractReport,
+    EngineCheck,
     EngineState,
     EngineStatus,
     EngineVerdict,
+    FleetCheck,
     FleetStatus,
     Manifest,
     Mismatch,
@@ -43,6 +45,7 @@ from weightsync.protocol import (
     UpdateRequest,
     UpdateState,
     UpdateStatus,
+    WorkerCheck,
     WorkerReport,
 )
 from weightsync.results import Attachment, Generation, SentAgain, SyncReport, VersionSpan
@@ -74,7 +77,15 @@ MISMATCH = Mismatch(1, "3+", 128, 0.5, -0.25, 0.125, 7.0)
 TALLY = Tally(1, 7, 128, 64.0, -32.0, 16.0, 7.0)
 PROBE = ProbeReport(7, {"0": 0.0, "1": 2.5}, {"1": 0.5}, (1,), ("engine 1 differs",), {"2": "late: no seat"}, "", 0.05)
 ANSWER = ProbeAnswer(({"7": -0.5, "8": -2.0},), ({"7": -0.5},), ({"7": -0.25},), "no graphs", "late", "no seat", 0.05)
+CHECK = WorkerCheck(1, "update-1", True, 20, 3, 2, 1, ("model.norm.weight",), ("model.gone: lost",), 4, 30, 1 << 30, 0.5, ERROR)
+ENGINE_CHECK = EngineCheck(1, 7, False, (CHECK,), ERROR)
 MESSAGES = [
+    CHECK,
+    WorkerCheck(0),
+    ENGINE_CHECK,
+    EngineCheck(0, None, False),
+    FleetCheck(7, False, (ENGINE_CHECK,)),
+    FleetCheck(None, True, ()),
     SLOT,
     CONTRACT,
     ContractAnswer(1, CONTRACT),
