@@ -30,6 +30,7 @@ ROUTES = [*GUARDED, *(("GET", path) for path in dict.fromkeys([*OPEN, *PLAIN]))]
 BODIES: dict[str, Any] = {
     "/v1/updates": {"update_id": "u-1"},
     "/v1/check": {},
+    "/v1/observe": {"tallies": []},
     "/v1/sleep": {},
     "/v1/wake": {},
     "/v1/pause": {},

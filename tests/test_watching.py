@@ -6,6 +6,7 @@ Not covered: what the table looks like (`test_cli.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pty
@@ -68,7 +69,9 @@ def environment(**more: str) -> dict[str, str]:
 @contextlib.contextmanager
 def running(line: list[str], **how: Any) -> Iterator[subprocess.Popen[str]]:
     """A process of its own, which is gone behind this."""
-    with subprocess.Popen(line, text=True, stderr=subprocess.PIPE, **how) as process:
+    # Ctrl-C has to reach it also where whoever runs the tests ignores that, as a shell has its background jobs do.
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(line, text=True, stderr=subprocess.PIPE, preexec_fn=heeding, **how) as process:
         try:
             yield process
         finally:
