@@ -67,6 +67,7 @@ def test_every_engine_equals_a_cold_one_to_new_weights_and_back(fleet: Fleet, sy
             assert answers(sync, engine) == cold(KIND, seed)
 
 
+@pytest.mark.slow
 def test_twenty_updates_in_a_row(fleet: Fleet, sync: WeightSync, tensors: Any, cold: Any) -> None:
     first = sync.status().committed_version or 0
     for n in range(1, 21):

@@ -49,6 +49,7 @@ for number in range(10):
 """
 
 
+@pytest.mark.slow
 def test_two_trainers_at_once_both_get_an_answer_each_time(fleet: Fleet, sync: WeightSync, checkpoint: Any, cold: Any) -> None:
     version, seen = (sync.status().committed_version or 0) + 1, {u["update_id"] for u in fleet.get("/v1/updates").json()}
     trainers = []
