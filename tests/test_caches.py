@@ -34,7 +34,10 @@ def start(checkpoint: Any, home: Path, policy: str, connector: str = "") -> Flee
     if connector:
         config = {"kv_connector": connector, "kv_connector_module_path": "tests.recording_connector", "kv_role": "kv_both"}
         extra["kv_transfer_config"] = {**config, "kv_connector_extra_config": {"folder": str(home)}}
-    flags = [f"--sync.caches={policy}", f"--engine.extra={json.dumps(extra)}", "--engine.max_model_len=2048", "--sync.retain_engines=0"]
+    flags = [
+        f"--sync.caches={policy}", f"--engine.extra={json.dumps(extra)}", "--engine.max_model_len=2048", "--sync.retain_engines=0",
+        "--sync.probe=off",  # a connector sees its requests too
+    ]  # fmt: skip
     return Fleet(checkpoint(KIND, 1), home, flags=flags, env={"PYTHONPATH": str(Path(__file__).parent.parent)})
 
 
