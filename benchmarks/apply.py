@@ -8,7 +8,7 @@ An update is staged before the time is taken. `weightsync` is from there to its 
 and every slot of it checked; updates behind the first, which goes the general way (`first`). `stock` is `reload_weights` of the same
 bytes on the same device, which checks nothing. What the model holds behind the first update, and behind the last of the same weights, is
 compared to the bit (`same`). `floor` is one copy of as many bytes on the device, or from host memory that the driver
-knows. `digests` is what a digest of what was received takes, and one of what is stored; the first is made while bytes arrive.
+knows. `digests` is what a digest of as many bytes takes, as it is made of what is received, while bytes arrive.
 Dense models have the shape of Qwen3-8B, `moe` that of Qwen3-30B-A3B, with as many layers as asked for; `fp8` is quantised by
 the engine, per channel, from bf16.
 
@@ -127,7 +127,7 @@ class Engine:
         self.sealed = self._trainer.sealed["seconds"] if self._trainer else {}
 
     def ours(self, updates: int, profile: bool) -> dict[str, Any]:
-        """Milliseconds of updates by weightsync; the last one's bytes are digested where they are staged, and what is written once more."""
+        """Milliseconds of updates by weightsync, from staged to proved."""
         trainer, kinds = self._trainer, [weights(self._shapes, seed, "cpu") for seed in (1, 2)]
         assert trainer is not None
         nbytes = sum(tensor.nbytes for tensor in kinds[0].values())
@@ -263,7 +263,7 @@ def measure(case: str, ours: Process, stock: Process, given: argparse.Namespace)
     return {
         "case": case, "layers": given.moe_layers if case.endswith("moe") else given.layers, "date": time.strftime("%Y-%m-%d"),
         "bytes": found["bytes"], "floor_ms": floor["floor_ms"], "stock_ms": statistics.median(theirs),
-        "weightsync_ms": round(middle, 2), "digests": {"received_ms": floor["digest_ms"], "stored_ms": floor["digest_ms"]},
+        "weightsync_ms": round(middle, 2), "digests": floor["digest_ms"],
         "extra_bytes": found["extra_bytes"], "first_ms": found["first_ms"], "times_stock": round(statistics.median(theirs) / middle, 1),
         "each_ms": found["ms"], "each_stock_ms": theirs, "parts_ms": found["parts_ms"], "checks": found["checks"],
         "tensors": found["tensors"], "same": found["same"], "different": found["different"], "sealed_seconds": found["sealed_seconds"],

@@ -22,7 +22,7 @@ from weightsync import config
 from weightsync.codec import encode
 from weightsync.errors import BadValues, DeadlineExceeded, EngineDied, TransportFailed, WeightSyncError
 from weightsync.fleet import roster as roster_module
-from weightsync.fleet.ledger import Ledger
+from weightsync.fleet.ledger import Ledger, Update
 from weightsync.fleet.membership import Membership
 from weightsync.fleet.rejoin import Rejoin
 from weightsync.fleet.roster import Roster
@@ -54,6 +54,26 @@ class Handle:
     def __init__(self, **methods: Callable[..., Awaitable[Any]]) -> None:
         for name, method in methods.items():
             setattr(self, name, type("Method", (), {"remote": staticmethod(method), "_method_name": name}))
+
+
+async def applies(*_: Any) -> Any:
+    """A commit that takes a second."""
+    await asyncio.sleep(1.0)
+    return {"value": encode(EngineVerdict(0, True, 1, EngineState.SERVING))}
+
+
+async def committed_under_heartbeats(roster: Roster, update: Update) -> EngineVerdict:
+    """A commit in engine 0, while engines are asked what they are over and over."""
+
+    async def heart() -> None:
+        while True:
+            await roster.refresh()
+            await asyncio.sleep(0.02)
+
+    beating = asyncio.create_task(heart())
+    verdict = await asyncio.wait_for(roster.commit(update, 0), 5.0)
+    beating.cancel()
+    return verdict
 
 
 def roster_of(
@@ -195,27 +215,11 @@ def test_an_engine_whose_silence_ended_an_update_is_left_out_of_the_next(step: s
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_commit_is_waited_for_while_its_engine_says_what_it_is(silent: bool, tmp_path: Path) -> None:
     """A host whose link was cut in a commit kept the fleet from every other update for as long as applying may take."""
-
-    async def applies(*_: Any) -> Any:
-        await asyncio.sleep(1.0)
-        return {"value": encode(EngineVerdict(0, True, 1, EngineState.SERVING))}
-
     handle = Handle(describe=never if silent else describes(0), commit=never if silent else applies)
     roster, ledger = roster_of(tmp_path, handle, control=0.2, applying=60.0)
     update = ledger.admit(request("u", 1), 0.0)
 
-    async def scenario() -> EngineVerdict:
-        async def heart() -> None:
-            while True:
-                await roster.refresh()
-                await asyncio.sleep(0.02)
-
-        beating = asyncio.create_task(heart())
-        verdict = await asyncio.wait_for(roster.commit(update, 0), 5.0)
-        beating.cancel()
-        return verdict
-
-    verdict = asyncio.run(scenario())
+    verdict = asyncio.run(committed_under_heartbeats(roster, update))
     assert verdict.committed is not silent
     if silent:
         assert verdict.error is not None and "engine 0 has stopped answering" in verdict.error["message"]

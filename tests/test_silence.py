@@ -18,7 +18,7 @@ from tests.test_draining import Served, ask, in_time, moment, served
 from tests.test_engine_update import Engine
 from tests.test_ledger import apply, engine, fleet, request
 from tests.test_liveness import until
-from tests.test_roster import Handle, never, roster_of
+from tests.test_roster import Handle, applies, committed_under_heartbeats, never, roster_of
 from tests.workers import weights, without_vllm
 from weightsync.api.discovery import targets
 from weightsync.client.attach import attachment
@@ -28,7 +28,7 @@ from weightsync.fleet import gate as gate_module
 from weightsync.fleet.left_out import absent
 from weightsync.fleet.liveness import Liveness
 from weightsync.fleet.waves import next_wave
-from weightsync.protocol import CommunicatorInfo, EngineState, EngineStatus, EngineVerdict, FleetStatus, Retained
+from weightsync.protocol import CommunicatorInfo, EngineState, EngineStatus, FleetStatus, Retained
 
 SILENT, SERVING = EngineState.SILENT, EngineState.SERVING
 MOST = 0.24
@@ -289,27 +289,11 @@ async def says_silent(*_: Any) -> Any:
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_commit_is_not_waited_for_where_workers_are_silent(hangs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It would have kept the fleet from every other update for as long as applying may take."""
-
-    async def applies(*_: Any) -> Any:
-        await asyncio.sleep(1.0)
-        return {"value": encode(EngineVerdict(0, True, 1, SERVING))}
-
     handle = Handle(describe=describes(silent(0) if hangs else engine(0)), commit=never if hangs else applies)
     roster, ledger = roster_of(tmp_path, handle, control=0.2, applying=60.0)
     update = ledger.admit(request("u", 1), 0.0)
 
-    async def scenario() -> EngineVerdict:
-        async def heart() -> None:
-            while True:
-                await roster.refresh()
-                await asyncio.sleep(0.02)
-
-        beating = asyncio.create_task(heart())
-        verdict = await asyncio.wait_for(roster.commit(update, 0), 5.0)
-        beating.cancel()
-        return verdict
-
-    verdict = asyncio.run(scenario())
+    verdict = asyncio.run(committed_under_heartbeats(roster, update))
     assert verdict.committed is not hangs
     if hangs:
         assert verdict.error is not None and (verdict.error["code"], verdict.error["engine"]) == ("workers_silent", 0)

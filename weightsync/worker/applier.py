@@ -2,7 +2,8 @@
 
 `apply` loads the staged tensors with vLLM's layerwise reload, under what a cold
 load runs in, and checks that every tensor of the manifest was taken and that every
-layer is complete. `verify`, once all workers have got so far, takes back what the
+layer is complete; layers that an update like this one has shown not to need that are written by a
+plan (`planned`). `verify`, once all workers have got so far, takes back what the
 model's first run had cached and lets it run once, and has the guard bring back what
 moved. Where numbers or layouts have changed that captured graphs hold, they are captured anew.
 Then it checks that every registered parameter and buffer lies at the address, layout

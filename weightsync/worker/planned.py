@@ -139,7 +139,7 @@ class Planner:
     def watch(self, key: str, incoming: Staged) -> None:
         """An update of this key is about to be loaded the general way."""
         self._watched = None
-        if key in self._learned or incoming.load_map.part or vllm_compat.whole_only(self._model):
+        if key in self._learned or vllm_compat.whole_only(self._model):
             return
         candidates = dict(_candidates(self._model, incoming))
         self._watched = _Watched(key, candidates, self._sums() if candidates else {}, self._guard.sealed)
@@ -242,8 +242,9 @@ class Planner:
         plan = Plan([copy for runs in copies.values() for copy in runs]) if copies else None
         if plan is not None:
             plan.prepare(incoming.data, incoming.offsets)
-        text = "of %d layers %d take updates as copies and %d as what is made of them beside the layer"
-        logger.info(text, len(load_map.layers), len(copies), len(doubles))
+        text = "of %d layers %d take updates as copies (%d, of %d bytes) and %d as what is made of them beside the layer"
+        sizes = (len(plan), plan.nbytes) if plan is not None else (0, 0)
+        logger.info(text, len(load_map.layers), len(copies), *sizes, len(doubles))
         return Planned(plan, tuple(doubles.values()), self._config, len(planned), tensors, rest)
 
 

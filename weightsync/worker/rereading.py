@@ -25,7 +25,7 @@ from weightsync.storage.adopt import Adoption
 from weightsync.transport.digest import Batch, Digest, as_bytes
 from weightsync.worker.guard import Guard
 from weightsync.worker.loadmap import LoadMap, View
-from weightsync.worker.stored import registered
+from weightsync.worker.stored import live_view, registered
 
 #: Bytes, and pieces, that one call reads at most; on a CPU some 20 ms, on a GPU less.
 _BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
@@ -126,7 +126,7 @@ class Rereading:
         """What there is to read, as it lies when it is its turn."""
         others: dict[str, None] = {}
         for name, sent in self._sent.items():
-            views = [_live_view(self._live.get(path), dtype, view) for path, dtype, view in sent.into]
+            views = [self._view(path, dtype, view) for path, dtype, view in sent.into]
             if sent.digest is None or not views or any(view is None for view in views):
                 others |= dict.fromkeys(sent.paths)
                 continue
@@ -137,6 +137,11 @@ class Rereading:
             parameter = self._live.get(path)
             if parameter is not None and _readable(parameter):
                 yield _Piece(path, parameter)
+
+    def _view(self, path: str, dtype: str, at: View) -> torch.Tensor | None:
+        """Where a tensor lies in a live parameter; None where that is not laid out as it was loaded."""
+        parameter = self._live.get(path)
+        return live_view(parameter, getattr(torch, dtype), at) if parameter is not None and _readable(parameter) else None
 
     def _unreadable(self) -> int:
         return sum(not any(path in self._live and _readable(self._live[path]) for path in sent.paths) for sent in self._sent.values())
@@ -184,14 +189,3 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _readable(parameter: torch.Tensor) -> bool:
     return parameter.numel() > 0 and parameter.layout == torch.strided and not parameter.is_meta
-
-
-def _live_view(parameter: torch.Tensor | None, dtype: str, view: View) -> torch.Tensor | None:
-    """Where a tensor lies in a live parameter; None where that is not laid out as it was loaded."""
-    if parameter is None or not _readable(parameter) or parameter.dtype != getattr(torch, dtype):
-        return None
-    offset, shape, stride = view
-    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
-    if (parameter.storage_offset() + last + 1) * parameter.element_size() > parameter.untyped_storage().nbytes():
-        return None
-    return torch.as_strided(parameter.detach(), shape, stride, parameter.storage_offset() + offset)

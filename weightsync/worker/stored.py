@@ -96,18 +96,24 @@ def registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def holds(parameter: torch.Tensor | None, copy: Copy, tensor: torch.Tensor) -> bool:
     """Whether a live parameter has a tensor's bytes where the loader copied them."""
-    if parameter is None or parameter.dtype != tensor.dtype or parameter.layout != torch.strided or parameter.is_meta:
-        return False
-    offset, shape, stride = copy.into
+    held, sent = live_view(parameter, tensor.dtype, copy.into), view(tensor, copy.source)
+    return held is not None and torch.equal(bits(held), bits(sent.to(held.device)))
+
+
+def live_view(parameter: torch.Tensor | None, dtype: torch.dtype, at: View) -> torch.Tensor | None:
+    """These elements of a live parameter; None where it is not of that dtype, or has none there."""
+    if parameter is None or parameter.dtype != dtype or parameter.layout != torch.strided or parameter.is_meta:
+        return None
+    offset, shape, stride = at
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
     if (parameter.storage_offset() + last + 1) * parameter.element_size() > parameter.untyped_storage().nbytes():
-        return False
-    held, sent = view(parameter, copy.into), view(tensor, copy.source)
-    return torch.equal(bits(held), bits(sent.to(held.device)))
+        return None
+    return view(parameter, at)
 
 
-def view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    offset, shape, stride = view
+def view(tensor: torch.Tensor, at: View) -> torch.Tensor:
+    """These elements of a tensor's memory, counted from where it begins there."""
+    offset, shape, stride = at
     return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + offset)
 
 

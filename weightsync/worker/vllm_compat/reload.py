@@ -46,8 +46,8 @@ class Reload:
       oneDNN handler does) may hold raw addresses of the temporaries: their memory
       is kept until the layer is processed again.
     - Layers tied to a loaded one are processed too (see `finish`).
-    - What is made for a layer to load into starts as in a fresh model, or from zeros;
-      stock code leaves memory as it comes, in padding and in what nothing is loaded into.
+    - What is made for a layer to load into starts as in a fresh model, or from zeros, unless all of
+      it was loaded; stock code leaves memory as it comes, in padding and in what nothing is loaded into.
     - Buffers outside the checkpoint that processing computes are brought back like
       others; stock code skips them. Those that it leaves alone keep their value.
     - Tensors and numbers that processing hangs on a parameter are taken over to the one that is put back.
