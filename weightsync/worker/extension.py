@@ -28,6 +28,7 @@ from weightsync.worker.observer import Observer
 # vLLM imports this module in every worker before the model is loaded: no graph is captured unseen.
 census.install()
 tiles.ask()
+vllm_compat.sleep_soon()  # before the worker makes its message queues
 
 
 class WeightSyncExtension:

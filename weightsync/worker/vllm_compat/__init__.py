@@ -17,6 +17,7 @@ the model's loading.
     first_run.py  what a model's first run filled in, and a run like it in a live engine
     graphs.py     captured graphs released, and captured anew
     sleeping.py   the memory that a sleep gives back
+    spinning.py   how long a worker's process stays awake behind a call
     vote.py       what the workers of a model decide together
 
 Not covered: layers that `unproved_layers` names: the engine then refuses to start.
@@ -40,6 +41,7 @@ from weightsync.worker.vllm_compat.layers import (
 )
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting, whole_only
 from weightsync.worker.vllm_compat.sleeping import SleepMemory
+from weightsync.worker.vllm_compat.spinning import sleep_soon
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
 from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, told, vllm_version
 from weightsync.worker.vllm_compat.vote import together
@@ -72,6 +74,7 @@ __all__ = [
     "requantises",
     "require_supported",
     "run_once",
+    "sleep_soon",
     "together",
     "told",
     "unproved_layers",
