@@ -87,7 +87,7 @@ class Pod(Strict):
     affinity: Affinity = {}  # type: ignore[valid-type]
     """Nodes and pods it is drawn to, or keeps away from."""
     topologySpreadConstraints: list[TopologySpread] = []  # type: ignore[valid-type]
-    """How pods of this kind are spread."""
+    """How pods of this kind are spread; without a labelSelector among those of their kind and release."""
     priorityClassName: Name = ""
     """Its priority class."""
     annotations: Strings = {}
@@ -187,7 +187,7 @@ class Cache(Strict):
     storageClass: str = ""
     """Its storage class; the cluster's default when empty."""
     accessModes: list[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]] = Field(default=["ReadWriteMany"], min_length=1)
-    """Its access modes; several nodes need ReadWriteMany."""
+    """Its access modes; several worker pods need ReadWriteMany."""
 
 
 class Service(Strict):

@@ -311,7 +311,7 @@ def other(section: str, key: str, value: Any) -> Any:
         return 1 << 21 if "bytes" in key else 1
     if isinstance(value, str):
         return f"{value}x"
-    return {int: lambda: value + 1, float: lambda: value + 1, list: lambda: ["a"], dict: lambda: {"a": 1}}[type(value)]()
+    return {int: lambda: value + 2, float: lambda: value + 1, list: lambda: ["a"], dict: lambda: {"a": 1}}[type(value)]()
 
 
 def fixed(values: dict[str, Any]) -> tuple[str, ...]:
