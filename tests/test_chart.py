@@ -353,6 +353,7 @@ def test_every_pod_is_restricted(case: str) -> None:
         # A variable such as WEIGHTSYNC_PORT, which Kubernetes sets for a service of that name, is no setting.
         assert spec["enableServiceLinks"] is False
         assert spec["automountServiceAccountToken"] is False
+        assert by_kind(documents({}))["ServiceAccount"]["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in containers(template):
