@@ -9,6 +9,9 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that share the tests out: a file to each, the longest first. Engines take 2 GB each, so more of them take more memory.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 PYTHON ?=
 TORCH_INDEX ?=
 
@@ -18,6 +21,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '\n  TORCH_INDEX=…  index that has the CPU build of torch, when pip'"'"'s own has not\n'
 	@printf '  PYTHON=…       interpreter to set up on; for test-gpu the one to test with\n'
+	@printf '  JOBS=…         processes that share the tests out (2)\n'
 	@printf '  ARGS="…"       passed on by demo and the test targets\n'
 
 setup: $(READY) ## create .venv (about a minute, 3.1 GB)
@@ -30,10 +34,10 @@ demo: $(READY) ## train a small model while engines follow it
 	@$(BIN)/weightsync demo $(ARGS)
 
 test: $(READY) ## what a change should pass: no GPU, some minutes
-	$(BIN)/python -m pytest tests -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-full: $(READY) ## also the long tables
-	$(BIN)/python -m pytest tests -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 # A GPU host brings its own vLLM: with PYTHON given nothing is installed there.
 ifeq ($(PYTHON),)

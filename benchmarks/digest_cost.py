@@ -6,10 +6,10 @@ In one thread, as the receiver runs it; the fastest of several rounds in which a
 since what else a machine does can only add. Beside it what a second read would cost: torch's own
 `isfinite`, and the same maximum over magnitudes, each over the whole tensor.
 
-On a CUDA device each way is started several times over the tensor before it is waited for, as the
-receiver does with the tensors of a bucket, and there are more ways: the torch operations that stand
-in where the kernel can't run, a bare read (`sum` over the words), and a copy on the device, whose
-bytes are counted once though each is read and written. And a bucket of many small tensors.
+More ways: the torch operations that stand in where the kernel or the compiled loop can't run, a bare read (`sum` over the words),
+and a copy on the device, whose bytes are counted once though each is read and written; digest, values and copy in one, as a bucket
+is packed. And a bucket of many small tensors. On a CUDA device each way is started several times over the tensor before it is
+waited for, as the receiver does with the tensors of a bucket.
 
 Not covered: the broadcast that goes on meanwhile and takes its share of the memory's bandwidth.
 """
@@ -43,19 +43,20 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 @contextlib.contextmanager
-def operations() -> Iterator[None]:
-    """The kernel out of the way, as where it can't run."""
-    stand_in = functools.partial(digest._by_operations, digest._products, digest._CUDA_BLOCKS)
+def operations(device: torch.device) -> Iterator[None]:
+    """The kernel or the loop out of the way, as where it can't run."""
+    terms, most = (digest._products, digest._CUDA_BLOCKS) if device.type == "cuda" else (digest._dots, 1)
+    stand_in = functools.partial(digest._by_operations, terms, most)
     with mock.patch.object(digest, "_adder", lambda device: stand_in):
         yield
 
 
-def digests(tensors: list[torch.Tensor], dtype: str = "") -> bool:
-    """As `worker/receiver.py` takes them; with a `dtype` the values are looked at as well."""
+def digests(tensors: list[torch.Tensor], dtype: str = "", into: torch.Tensor | None = None) -> bool:
+    """As `worker/receiver.py` takes them; with a `dtype` the values are looked at as well, with `into` they are copied too."""
     batch = digest.Batch(len(tensors), tensors[0].device)
     peaks = [finite.Peak(dtype) if dtype else None for _ in tensors]
     for tensor, peak in zip(tensors, peaks, strict=True):
-        batch.add(digest.as_bytes(tensor), 0, peak)
+        batch.add(digest.as_bytes(tensor), 0, peak, None if into is None else digest.as_bytes(into))
     batch.results()
     return any(peak is not None and peak.refused for peak in peaks)
 
@@ -81,8 +82,11 @@ def ways_of(tensor: torch.Tensor, dtype: str, passes: int) -> dict[str, Callable
     ways["read"] = lambda: [words.sum() for _ in many][-1].item()
     room = torch.empty_like(tensor)
     ways["copy"] = lambda: [room.copy_(t) for t in many][-1].view(torch.uint8)[0].item()
+    ways["digest_values_and_copy"] = lambda: digests(many, dtype, room)
+    ways |= {
+        f"{way}_by_operations": operations(tensor.device)(ways[way]) for way in ("digest", "digest_and_values", "digest_values_and_copy")
+    }
     if tensor.device.type == "cuda":
-        ways |= {f"{way}_by_operations": operations()(ways[way]) for way in ("digest", "digest_and_values")}
         ways["digest_and_values_one_call"] = lambda: [digests([t], dtype) for t in many]
     return ways
 
@@ -105,7 +109,7 @@ def measure_small(device: torch.device) -> dict[str, float]:
     ways: dict[str, Callable[[], Any]] = {"batch": lambda: digests(tensors, "bfloat16")}
     ways["one_by_one"] = lambda: [digests([tensor], "bfloat16") for tensor in tensors]
     if device.type == "cuda":
-        ways["batch_by_operations"] = operations()(ways["batch"])
+        ways["batch_by_operations"] = operations(device)(ways["batch"])
     return {way: round(seconds / count * 1e6, 1) for way, seconds in _fastest(ways).items()}
 
 
@@ -135,7 +139,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name() if given.device == "cuda" else platform.processor() or platform.machine(),
         "mib": mib, "repeats": REPEATS, "cores": os.cpu_count(), "load": [round(before, 1), round(os.getloadavg()[0], 1)],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "fused": given.device == "cuda" and digest._adder(device) is digest._by_kernel,
+        "fused": digest._adder(device) is digest._by_kernel if given.device == "cuda" else digest._loop_runs(),
         "gigabytes_per_second": speeds,
         "small_tensors": {"count": SMALL[0], "bytes": SMALL[1], "microseconds_each": small},
     }  # fmt: skip

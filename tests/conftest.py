@@ -16,6 +16,29 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the tests out: a file goes to one of them, with its fixtures, and so does all that shares the fleet.
+
+    Those with engines go first, as they take longest.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    shared = {path for path, own in files.items() if any(_takes_shared_fleet(item) for item in own)}
+    for path, own in files.items():
+        for item in own:
+            item.add_marker(pytest.mark.xdist_group("fleet" if path in shared else str(path)))
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        order = {path: (path not in shared, not any(item.get_closest_marker("engine") for item in own)) for path, own in files.items()}
+        items.sort(key=lambda item: order[item.path])
+
+
+def _takes_shared_fleet(item: pytest.Item) -> bool:
+    found = item._fixtureinfo.name2fixturedefs.get("fleet")
+    return bool(found) and found[-1].scope == "session"  # the last is the nearest
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """`checkpoint(kind, seed)`: the folder of a tiny random checkpoint, made once."""

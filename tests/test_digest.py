@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightsync import transport
 from weightsync.protocol import DTYPE_BYTES
 from weightsync.transport import digest
 from weightsync.transport.digest import BLOCK, digest_bytes, digest_tensor
@@ -199,18 +200,30 @@ def test_the_coefficients_are_those_of_protocol_version_1() -> None:
 # --- who watches, and where it is summed --------------------------------------------------------
 
 
-@pytest.fixture(params=["a CPU's way", "a GPU's operations"])
+#: Ways to sum on CPU tensors; the GPU's operations take two blocks at once, so that the longest runs need several steps.
+WAYS = {
+    "a CPU's operations": functools.partial(digest._by_operations, digest._dots, 1),
+    "a GPU's operations": functools.partial(digest._by_operations, digest._products, 2),
+    "a CPU's loop": lambda runs, sums: [digest._by_loop(run, sums) for run in runs],
+}
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to sum by operations, on CPU tensors; the GPU's with two blocks at once, so that `LONG` needs several steps."""
-    if request.param == "a GPU's operations":
-        products = functools.partial(digest._by_operations, digest._products, 2)
-        monkeypatch.setattr(digest, "_adder", lambda device: products)
+    """Each way, for all runs."""
+    monkeypatch.setattr(digest, "_adder", lambda device: WAYS[request.param])
+
+
+@pytest.fixture(params=[name for name in WAYS if name.endswith("operations")])
+def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way by operations, which calls who looks at the values."""
+    monkeypatch.setattr(digest, "_adder", lambda device: WAYS[request.param])
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("offset", [0, 8, 8 * (BLOCK - 1), 8 * BLOCK, 8 * (3 * BLOCK + 5)])
 @pytest.mark.parametrize("length", [5, 8, 8 * BLOCK, 8 * (4 * BLOCK) + 3, 8 * (5 * BLOCK + 9) + 1])
-def test_both_ways_to_sum_give_the_digest_of_the_definition(offset: int, length: int) -> None:
+def test_all_ways_to_sum_give_the_digest_of_the_definition(offset: int, length: int) -> None:
     data = random_bytes(length, seed=9)
     words = torch.zeros(-(-length // 8) * 8, dtype=torch.uint8)
     words[:length] = data
@@ -237,7 +250,7 @@ class Watch(Peak):
         scratch.fill_(-1)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_peak_sees_every_word_once_and_may_write_into_the_scratch(shift: int) -> None:
     data = random_bytes(8 * (5 * BLOCK + 9) + 3 + shift, seed=8)[shift:]
@@ -246,6 +259,52 @@ def test_a_peak_sees_every_word_once_and_may_write_into_the_scratch(shift: int) 
     got = torch.cat(watch.seen).view(torch.uint8)
     assert torch.equal(got[: len(data)], data)
     assert not got[len(data) :].any() and len(got) - len(data) < 8
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("length", [8, 8 * 2048, 8 * 2049 + 5, 8 * (BLOCK + 3)])
+@pytest.mark.parametrize("dtype", [None, "float64", "float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu"])
+def test_the_loop_finds_the_largest_magnitude_that_operations_find(dtype: str | None, length: int, copied: bool) -> None:
+    data = random_bytes(length, seed=length) & 0x8F  # few bits, so that the largest is not the largest there is
+    found = []
+    for way in WAYS.values():
+        peak, into = Peak(dtype) if dtype else None, torch.full_like(data, 0xEE)
+        sums = torch.zeros((1, 3), dtype=torch.int64)
+        way([(data, 77, 0, peak, into if copied else None)], sums)
+        if peak is not None:
+            peak.saw(int(sums[0, 2]))
+        assert not copied or torch.equal(into, data)
+        found.append((sums[0, :2].tolist(), peak and max(peak._told, 0 if peak._top is None else int(peak._top))))
+    assert found[0] == found[1] == found[2] and (dtype is None or found[0][1])
+
+
+def test_only_long_runs_at_addresses_of_words_take_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, seen = digest._COMPILED_BYTES, list[int]()
+    monkeypatch.setattr(digest, "_by_loop", lambda run, sums: seen.append(run[0].numel()))
+    digest._loop_runs.cache_clear()
+    assert not digest._loop_runs(), "which sums nothing here"
+    monkeypatch.setattr(digest, "_loop_runs", lambda: True)
+    seen.clear()
+    data = torch.ones(long + 16, dtype=torch.uint8)
+    for run in (data[: long - 1], data[8 : long + 8], data[1 : long + 1]):
+        digest_bytes(run)
+    batch = digest.Batch(1, torch.device("cpu"))
+    batch.add(data[:long], into=torch.empty(long + 1, dtype=torch.uint8)[1:])
+    assert seen == [long]
+
+
+def test_without_numba_a_line_says_so_and_operations_do_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "weightsync.transport.compiled", raising=False)
+    monkeypatch.delattr(transport, "compiled", raising=False)
+    digest._loop_runs.cache_clear()
+    data = random_bytes(digest._COMPILED_BYTES + 5)
+    with caplog.at_level("INFO", "weightsync"):
+        got = digest_bytes(data)
+    assert "Numba is not installed" in caplog.text
+    monkeypatch.undo()
+    digest._loop_runs.cache_clear()
+    assert digest_bytes(data) == got and digest._loop_runs()
 
 
 def test_a_batch_has_the_digests_and_peaks_of_its_runs_in_their_order() -> None:

@@ -393,6 +393,32 @@ def test_host_memory_that_the_next_update_does_not_take_goes(why: str, driver: D
     assert driver.known == {} and taken is not None
 
 
+def test_host_memory_of_an_engine_without_a_gpu_stays_as_well(free: dict[str, int]) -> None:
+    regions = staging.Regions()
+    first = staging.Whole(OFFER.manifest, PLAN, regions.allocate(PLAN, "auto", CPU, CPU, 0, False))
+    address = first.data.data_ptr()
+    first.let_go()
+    posted = first.data[:8]  # as a broadcast holds it that was left in the middle of a message
+    del first
+    assert regions.nbytes == 0
+    second = staging.Whole(OFFER.manifest, PLAN, regions.allocate(PLAN, "auto", CPU, CPU, 0, False))
+    assert second.data.data_ptr() != address
+    del second, posted
+    third = staging.Whole(OFFER.manifest, PLAN, regions.allocate(PLAN, "auto", CPU, CPU, 0, False))
+    assert third.data.data_ptr() == address
+
+
+def test_host_memory_is_not_kept_beside_the_file_that_an_update_comes_to_lie_in(tmp_path: Path, free: dict[str, int]) -> None:
+    regions = staging.Regions()
+    whole = staging.Whole(OFFER.manifest, PLAN, regions.allocate(PLAN, "auto", CPU, CPU, 0, False))
+    file = tmp_path / "stream"
+    file.write_bytes(bytes(PLAN.stream_bytes))
+    regions.forget(whole.move(None, file))
+    assert regions._host, "there was no room for the file"
+    regions.forget(whole.move(HostMemory(PLAN.stream_bytes, file), file))
+    assert regions._host == [] and regions.nbytes == 0
+
+
 def test_what_a_trainer_was_lent_is_not_taken_away_under_it() -> None:
     lent = segment.create(PLAN.stream_bytes, CPU)
     whole = staging.Whole(OFFER.manifest, PLAN, lent)

@@ -1,6 +1,6 @@
 """What an update takes beside the weights: a trainer two buckets and the largest tensor; a worker what is staged, and two buckets to move.
 
-Every storage that a torch operation makes in a thread of the update is counted for as long as it lives.
+Every storage that a torch operation makes in a thread of the update is counted for as long as it lives, and what a worker maps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.test_overlap import Gathered
 from tests.wires import Ends, same_bits
 from weightsync.transport import digest
 from weightsync.transport.beside import Beside
+from weightsync.transport.memory import HostMemory
 from weightsync.worker import staging
 from weightsync.worker.receiver import Receiver
 
@@ -88,10 +89,16 @@ def weights() -> dict[str, torch.Tensor]:
 def taken(ends: Ends, receive: bool) -> int:
     """The most that one side's threads had, beside what was there."""
     digest.digest_tensor(torch.ones(9))  # its table stays
-    counted = Counted()
+    counted, mapped = Counted(), list[int]()
+
+    class Mapped(HostMemory):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            mapped.append(nbytes)
+
     if receive:
         ends.send()
-        with counted.everywhere():
+        with counted.everywhere(), patch.object(staging, "HostMemory", Mapped):
             ends.receive()
             ends.receiver._thread.join(20)
         assert all(map(same_bits, ends.arrived(), weights_of(ends)))
@@ -99,7 +106,7 @@ def taken(ends: Ends, receive: bool) -> int:
         ends.trainer.travel = lambda *_: time.sleep(0.002)  # type: ignore[method-assign]  # meanwhile the next one is packed
         with counted.everywhere():
             ends.send()
-    return counted.peak
+    return counted.peak + sum(mapped)
 
 
 def weights_of(ends: Ends) -> list[torch.Tensor]:

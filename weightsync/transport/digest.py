@@ -14,7 +14,7 @@ not against an adversary: the coefficients are public.
 
 Who looks at the values (`finite.Peak`) is shown each run of words while it lies in the
 cache, so that both take one read of the memory. On a CUDA device one kernel does both, and copies the bytes where
-they are to go (`fused`); where it can't run, the same sums run there as torch operations.
+they are to go (`fused`), and so does a compiled loop on a CPU (`compiled`); where these can't run, the same sums run as torch operations.
 
 Not covered: tensors of one batch on several devices.
 """
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Words per coefficient block. 512 KiB of words stay in a core's own cache.
 BLOCK = 1 << 16
+#: Bytes of a run from which on a CPU takes the compiled loop, for which Numba has to be imported and to compile: a second or two.
+_COMPILED_BYTES = 1 << 20
 #: Blocks that torch operations on a CUDA device take at once: 32 MiB, for there a launch costs more than memory.
 _CUDA_BLOCKS = 64
 _MASK64 = (1 << 64) - 1
@@ -72,7 +74,7 @@ class Batch:
         """
         if into is not None and (into.dtype, into.shape, into.is_contiguous()) != (data.dtype, data.shape, True):
             raise ValueError(f"copies of {tuple(data.shape)} bytes go into the like, got {into.dtype} {tuple(into.shape)}")
-        if into is not None and (data.device != into.device or into.device.type == "cpu"):
+        if into is not None and data.device != into.device:
             data, into = into.copy_(data), None
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise ValueError(f"want contiguous uint8 of one dimension, got {data.dtype} {tuple(data.shape)}")
@@ -166,7 +168,7 @@ _Terms = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 def _adder(device: torch.device) -> _Adder:
     """How runs are added up on a device."""
     if device.type == "cpu":
-        return functools.partial(_by_operations, _dots, 1)
+        return _on_cpu
     try:
         _prove_kernel(device)
     except Exception as exc:  # no Triton, none for this device, no C compiler for it: whatever it is, there is another way
@@ -200,16 +202,61 @@ def _by_kernel(runs: list[_Run], sums: torch.Tensor) -> None:
         fused.add(alike, BLOCK, sums, bits, sign)
 
 
+def _on_cpu(runs: list[_Run], sums: torch.Tensor) -> None:
+    for run in runs:
+        long = run[0].numel() >= _COMPILED_BYTES
+        if long and _aligned(run[0]) and (run[4] is None or _aligned(run[4])) and _loop_runs():
+            _by_loop(run, sums)
+        else:
+            _by_operations(_dots, 1, [run], sums)
+
+
+@functools.cache
+def _loop_runs() -> bool:
+    """Whether there is a compiled loop whose sums and copies are those of torch operations, here over the border of two blocks."""
+    sample = torch.arange(20_003, dtype=torch.int64).to(torch.uint8)
+    sums, copies = torch.zeros((2, 3), dtype=torch.int64), [torch.zeros_like(sample) for _ in range(2)]
+    runs: list[_Run] = [(sample, BLOCK - 100, row, Peak("bfloat16"), copies[row]) for row in range(2)]
+    _by_operations(_dots, 1, runs[:1], sums)
+    try:
+        _by_loop(runs[1], sums)
+    except ImportError:
+        logger.info("digests on the CPU run as torch operations, at a third of the speed: Numba is not installed")
+        return False
+    except Exception as exc:  # a compiler that fails, whatever the reason: there is another way
+        logger.warning("digests on the CPU run as torch operations, at a third of the speed: %s: %s", type(exc).__name__, exc)
+        return False
+    right = torch.equal(sums[0, :2], sums[1, :2]) and torch.equal(*copies)
+    if not right:
+        logger.warning("digests on the CPU run as torch operations, at a third of the speed: the compiled loop's sums are other ones")
+    return right
+
+
+def _by_loop(run: _Run, sums: torch.Tensor) -> None:
+    from weightsync.transport import compiled  # needs Numba
+
+    data, first, row, peak, into = run
+    whole = data.numel() // 8 * 8
+    words, there = data[:whole].view(torch.int64), None if into is None else into[:whole].view(torch.int64)
+    bits, mask = (0, 0) if peak is None else (peak.bits, peak.word_mask)
+    compiled.add(words, there, first, _table("cpu"), bits, mask, sums[row])
+    if whole < data.numel():
+        _by_operations(_dots, 1, [(data[whole:], first + whole // 8, row, peak, None if into is None else into[whole:])], sums)
+
+
+def _aligned(data: torch.Tensor) -> bool:
+    """Whether bytes can be viewed as words; a slice of somebody's storage may lack it."""
+    return data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
+
+
 def _by_operations(terms: _Terms, most: int, runs: list[_Run], sums: torch.Tensor) -> None:
     for data, first, row, peak, into in runs:
         if into is not None:
-            into.copy_(data)
+            data = into.copy_(data)
         whole = data.numel() // 8 * 8
         if whole:
             body = data[:whole]
-            # A view as int64 needs an aligned start; a slice of somebody's storage may lack it.
-            aligned = body.data_ptr() % 8 == 0 and body.storage_offset() % 8 == 0
-            _add_words(terms, most, (body if aligned else body.clone()).view(torch.int64), first, sums[row], peak)
+            _add_words(terms, most, (body if _aligned(body) else body.clone()).view(torch.int64), first, sums[row], peak)
         if whole < data.numel():
             tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
             tail[: data.numel() - whole] = data[whole:]

@@ -86,6 +86,11 @@ class Peak:
         """How many of these, the upper ones, are no magnitude."""
         return self.bits - self._format.mask.bit_length()
 
+    @property
+    def word_mask(self) -> int:
+        """The magnitudes' bits of all elements of a 64-bit word, as a signed number."""
+        return self._format.word_mask
+
     def saw(self, top: int) -> None:
         """Take note of the largest magnitude's bits that somebody else has found in a run of words."""
         self._told = max(self._told, top)

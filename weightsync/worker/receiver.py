@@ -186,7 +186,7 @@ class Receiver:
         folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
         if folder is not None and into.device.type == "cpu":
             memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes, self._cancelled.is_set)
-            into.move(memory, folder.path / file)
+            self._regions.forget(into.move(memory, folder.path / file))
         into.show(self._device)
 
     def _fail(self, error: WeightSyncError) -> None:

@@ -11,7 +11,7 @@ memory goes back as soon as they are proved; the layout stays the stream's.
 What comes from a trainer on the same host (`transport.link`) lies in memory that the trainer can be lent, to write
 into it (`Regions`), unless that would have to go back in part while the trainer writes, or it is not where buckets land.
 
-On the host of a CUDA engine it lies in memory that the driver knows, which stays for the next update, unless some of it goes back.
+On the host it lies in memory that stays for the next update, unless some of it goes back; a CUDA engine's driver knows it.
 
 Not covered: memory shared by the workers of a node: a tensor of which each of them takes a
 part lies whole in each; and on a GPU the whole stream does.
@@ -132,12 +132,19 @@ class Whole:
     def device(self) -> torch.device:
         return self.data.device
 
-    def move(self, memory: HostMemory | None, file: Path) -> None:
-        """Before the first byte: have it come to lie in a file (`retained.Folder.memory`), where there is room for that."""
-        if memory is not None:
-            self.data, self._host, self._file = memory.tensor(), memory, file.name
-            if self.lent is not None:
-                self.lent = of_file(file, self.data) if memory.nbytes else None  # nothing of a file can't be mapped
+    def move(self, memory: HostMemory | None, file: Path) -> HostMemory | None:
+        """Before the first byte: have it come to lie in a file (`retained.Folder.memory`), where there is room for that.
+
+        Returns:
+            What it does not lie in any more.
+        """
+        if memory is None:
+            return None
+        left, self._host = self._host, memory
+        self.data, self._file = memory.tensor(), file.name
+        if self.lent is not None:
+            self.lent = of_file(file, self.data) if memory.nbytes else None  # nothing of a file can't be mapped
+        return left
 
     def show(self, device: torch.device) -> None:
         """Before the first byte: have the worker's GPU know the memory, where it is the host's (`HostMemory.show`)."""
@@ -208,8 +215,8 @@ class Regions:
     exporting and mapping gigabytes there takes milliseconds, about what copying them does. Unlike torch's it does not go by itself when the
     process runs short. Only what the trainer has unmapped is kept: one that hangs and comes back could write to what it still has mapped.
 
-    Of the host it is kept where a GPU's driver knows it: taking its pages and telling the driver takes seconds. Else it goes with
-    each update.
+    Of the host it is kept as well, unless a trainer is lent it or some of it goes back: taking its pages costs more than what is copied
+    into them, many times as much where the system first has to make room for huge ones; and telling a GPU's driver of it takes seconds.
 
     It goes when the engine sleeps, and when the next update is staged elsewhere or does not fit.
     """
@@ -247,7 +254,7 @@ class Regions:
         ready = next((memory for memory in self._host if memory.free), None)
         where = _place(plan, stage, device, landing, spared, ready.nbytes if ready else 0)
         on_segment = lent and where.type == landing.type and not (spared and where.type == "cpu")
-        if device.type == "cuda" and where.type == "cpu" and not spared and not on_segment:
+        if where.type == "cpu" and not spared and not on_segment:
             if ready is None:
                 ready = HostMemory(plan.stream_bytes)
                 huge_pages(ready.tensor())
@@ -259,6 +266,10 @@ class Regions:
     def keep(self, segment: Segment) -> None:
         """Nobody writes to this any more but its worker: keep its memory, for when it is let go of here as well."""
         self._spare = segment.spare()
+
+    def forget(self, memory: HostMemory | None) -> None:
+        """Do not keep this for the next update, which would not lie there either."""
+        self._host = [other for other in self._host if other is not memory]
 
     @property
     def nbytes(self) -> int:
@@ -293,7 +304,7 @@ def _place(plan: BucketPlan, stage: str, device: torch.device, landing: torch.de
 
 def _memory(plan: BucketPlan, where: torch.device, spared: int) -> torch.Tensor:
     data = torch.empty(plan.stream_bytes, dtype=torch.uint8, device=where)
-    return small_pages(data) if spared else huge_pages(data)
+    return small_pages(data) if spared else data
 
 
 def require_room(nbytes: int, where: torch.device, what: str, hint: str) -> None:
