@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 # Processes that share the tests out: a file to each, the longest first. Engines take 2 GB each, so more of them take more memory.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --no-loadscope-reorder
 PYTHON ?=
 TORCH_INDEX ?=
 

@@ -6,6 +6,8 @@ first asked for.
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,27 +18,33 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests out: a file goes to one of them, with its fixtures, and so does all that shares the fleet.
-
-    Those with engines go first, as they take longest.
-    """
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    shared = {path for path, own in files.items() if any(_takes_shared_fleet(item) for item in own)}
-    for path, own in files.items():
-        for item in own:
-            item.add_marker(pytest.mark.xdist_group("fleet" if path in shared else str(path)))
+    """Where several processes share the tests out, what shares the fleet goes first, then other engines: these take longest."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        order = {path: (path not in shared, not any(item.get_closest_marker("engine") for item in own)) for path, own in files.items()}
-        items.sort(key=lambda item: order[item.path])
+        engines = {item.path for item in items if item.get_closest_marker("engine")}
+        items.sort(key=lambda item: (not _shares_fleet(item.path), item.path not in engines))
 
 
-def _takes_shared_fleet(item: pytest.Item) -> bool:
-    found = item._fixtureinfo.name2fixturedefs.get("fleet")
-    return bool(found) and found[-1].scope == "session"  # the last is the nearest
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file goes to one process, with its fixtures, and all files that share the fleet to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "the fleet's" if _shares_fleet(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _shares_fleet(path: Path) -> bool:
+    """Whether a file's tests ask for `fleet` and it has none of its own."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return all(one.name != "fleet" for one in functions) and any(
+        argument.arg == "fleet" for one in functions if one.name.startswith("test_") for argument in one.args.args
+    )
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,9 @@ from weightsync.transport import network
 _PORT_SECONDS = 3.0
 #: How long one attempt to reach the store may take.
 _REACH_SECONDS = 5.0
+#: How long the store may take to answer who has reached it; another service there never does. torch's client asks the name server
+#: for the peer's name meanwhile, which took 5 s once where that did not answer.
+_ANSWER_SECONDS = 15.0
 
 
 def ranks(workers: Mapping[int, int], local: Mapping[int, Collection[int]]) -> tuple[dict[int, int], int]:
@@ -139,9 +142,9 @@ def join_store(info: CommunicatorInfo, timeout_seconds: float) -> dist.Store:
     # torch's own client retries a refused connection until its timeout and prints each
     # attempt; one plain connect first gives the answer at once.
     try:
-        reach = min(_REACH_SECONDS, timeout_seconds)
-        socket.create_connection((info.host, info.port), timeout=reach).close()
-        store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=reach))  # as long if another service answers
+        socket.create_connection((info.host, info.port), timeout=min(_REACH_SECONDS, timeout_seconds)).close()
+        answer = timedelta(seconds=min(_ANSWER_SECONDS, timeout_seconds))
+        store = dist.TCPStore(info.host, info.port, is_master=False, timeout=answer)
         store.set_timeout(timedelta(seconds=timeout_seconds))
     except (OSError, RuntimeError) as exc:
         why = str(exc).splitlines()[0]
