@@ -14,14 +14,15 @@ anew (`restarts`). Three ways of noticing:
   values under right names, shapes and dtypes, nothing can be told from an update; what `observe` would be told of samples
   is written down (`observed`): with all engines alike it shows a number and names nobody.
 - *stock* vLLM's own reload, which has no check: it is noticed where it raises. `silent` are those that raised nothing and left other
-  bytes than a reload without the corruption, or others where a graph reads.
+  bytes or answers than a reload without the corruption, or other bytes where a graph reads.
 - *checksums*, in the manner of SGLang's `/weight_checker`, on stock vLLM; of that only what its source documents is done. `checksum` hashes
   live parameters and buffers; two engines that took the same update are compared, of which one met the corruption, or both where
   the trainer made it. `rehearsal` is `snapshot`, `reset_tensors`, the *same* weights again with the corruption, `compare`: it finds
   what happens in that rehearsal, and can't be made of an update that brings new weights.
 
 Not covered: CUDA and captured graphs (where a parameter lay at first stands for what a graph reads); SGLang's own engine; corruptions that
-two engines meet in the same way by chance. What lies in oneDNN's packed weights only answers tell of.
+two engines meet in the same way by chance. What lies in oneDNN's packed weights (all bf16 projections) only answers tell of, so
+checksums see less here than on a GPU.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def of_stock(kind: str, folders: dict[str, Path], cases: Sequence[str], seeds: i
                 made["rehearsal"] = _call(one, engines.rehearse, case, seed, one.held) or ""
                 _heal(one, one.held)
                 found.setdefault(case, []).append({key: value for key, value in made.items() if key != "sums"})
-        return found, {"engines_alike": alike, "starts": one.starts + two.starts}
+        return found, {"engines_alike": alike, "repeats": one.told["repeats"], "starts": one.starts + two.starts}
 
 
 def _meet(engine_: Engine, case: str, seed: int) -> Attempt | None:
@@ -301,6 +302,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         if some:
             lines.append(f"| {title} | {' | '.join(_cells(some))} |")
     return "\n".join(lines)
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """What README says of `totals`."""
+    shown = f"of {found['by_the_trainer']} by the trainer's own values `observe` shows {found['by_the_trainer_observed']} as a number"
+    return (
+        f"{found['detected']} of {found['harmful']} corruptions that an engine would have served were detected, {found['named']} by the "
+        f"name of what was corrupted; {found['false_alarms']} of {found['updates_without']} updates without one were complained of; {shown}"
+    )
 
 
 def _cells(some: Sequence[dict[str, Any]]) -> list[str]:

@@ -298,7 +298,7 @@ def run_controller(state: dict[str, Any], port: int, engines: list[int], told: d
     _serve(port, lambda: controller.Controller(told))
 
 
-def run_api(state: dict[str, Any], port: int, controller: int) -> None:
+def run_api(state: dict[str, Any], port: int, controller: int, seconds: float = CONTROL) -> None:
     import uvicorn
 
     from weightsync.api import app
@@ -307,7 +307,7 @@ def run_api(state: dict[str, Any], port: int, controller: int) -> None:
     async def ask(method: str, *args: Any, timeout_seconds: float) -> Any:
         return await call(Method(controller, method), *args, timeout_seconds=timeout_seconds)
 
-    built = app.build(SimpleNamespace(ask=ask), lambda: TOKEN, 1, 1 << 24, CONTROL)  # type: ignore[arg-type]
+    built = app.build(SimpleNamespace(ask=ask), lambda: TOKEN, 1, 1 << 24, seconds)  # type: ignore[arg-type]
     sock = socket.create_server(("127.0.0.1", port), reuse_port=False)
     server = uvicorn.Server(uvicorn.Config(built, log_level="warning", lifespan="off"))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
@@ -408,6 +408,7 @@ class Survivors:
     ) -> None:
         (folder / "config.json").write_text("{}")
         self._told, self.version, self._whole, self._run_engine = settings(str(folder), engines, **sync), 0, whole, run
+        self._control_seconds = sync.get("control_timeout_seconds", CONTROL)
         self._ports = [free_port() for _ in range(engines)]
         self._controller_port, self._api_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self._api_port}"
@@ -427,7 +428,7 @@ class Survivors:
         elif name == "controller":
             peer.start(run_controller, self._controller_port, self._ports, self._told)
         elif name == "api":
-            peer.start(run_api, self._api_port, self._controller_port)
+            peer.start(run_api, self._api_port, self._controller_port, self._control_seconds)
 
     def replace(self, name: str) -> None:
         """Start a killed process again, as Ray and whoever runs `serve` do."""

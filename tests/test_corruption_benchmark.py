@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -137,6 +138,15 @@ def test_totals_leave_the_trainers_own_values_apart_and_the_table_has_a_line_for
     assert (found["updates_without"], found["false_alarms"]) == (1, 0)
     text = corruption.table(rows)
     assert len(text.splitlines()) == 2 + 3 and "| wire | bit flipped | 3 of 3 | digest 3 |" in text
+
+
+def test_the_readme_says_what_the_file_says() -> None:
+    readme, result = (
+        (corruption.RESULTS.parents[1] / "README.md").read_text(),
+        json.loads((corruption.RESULTS / "corruption-cpu.json").read_text()),
+    )
+    assert result["totals"] == corruption.totals(result["rows"], result["clean"])
+    assert corruption.summary(result["rows"]) in readme and corruption.sentence(result["totals"]) in readme
 
 
 @pytest.mark.engine

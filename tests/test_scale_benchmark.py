@@ -137,6 +137,14 @@ def test_the_simulation_runs_on_the_files_that_are_there(tmp_path: Path) -> None
     assert (tmp_path / "simulated.png").stat().st_size > 10_000
 
 
+def test_the_readme_says_what_the_files_say() -> None:
+    readme = (scale.RESULTS.parents[1] / "README.md").read_text()
+    measured, reckoned = (json.loads((scale.RESULTS / name).read_text()) for name in ("scale-cpu.json", "simulated.json"))
+    again = {**measured, "fits": scale.fitted(measured["rows"], measured["python"])}
+    assert scale.sentence(measured) == scale.sentence(again) and again["fits"]["reached"] == measured["fits"]["reached"]
+    assert scale.sentence(measured) in readme and simulate.sentence(reckoned["rows"]) in readme
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(500)
