@@ -36,6 +36,7 @@ from weightsync.transport import communicator as communicator_module
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
 from weightsync.worker import admission, streaming
+from weightsync.worker.staging import Whole
 
 Tensors = dict[str, torch.Tensor]
 Call = Callable[..., dict[str, Any]]
@@ -142,6 +143,9 @@ class Bench:
             report = self.call("begin", encode(order))
         least = min(plan.stream_bytes, BUCKET if way.stage == "none" else plan.stream_bytes)
         bytes_of = [tensor for tensor in made if tensor.nbytes >= least and tensor.dtype == torch.uint8]
+        receiver = self.applier._receiver
+        if report["state"] != "failed" and receiver is not None and isinstance(receiver.into, Whole):
+            bytes_of.append(receiver.into.data)  # memory that may have been there before; what counts is who still holds it
         assert bytes_of or report["state"] == "failed", "bytes that are received lie somewhere"
         self._staging += [StorageWeakRef(tensor.untyped_storage()) for tensor in bytes_of]
         return {**report, "update_id": update}

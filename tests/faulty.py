@@ -187,6 +187,19 @@ def processing_raises(path: str) -> Callable[[Bench, Tensors], AbstractContextMa
     return around
 
 
+def processing_skipped(path: str) -> Callable[[Bench, Tensors], AbstractContextManager[Any]]:
+    """Processing after loading does nothing in one layer."""
+
+    def around(bench: Bench, tensors: Tensors) -> AbstractContextManager[Any]:
+        layer = bench.model.get_submodule(path)
+        owner: Any = type(layer.quant_method)
+        stock = owner.process_weights_after_loading
+        process = lambda self, given: None if given is layer else stock(self, given)  # noqa: E731
+        return patch.object(owner, "process_weights_after_loading", process)
+
+    return around
+
+
 #: Tensors of the checkpoint: layer 0 is in the middle of its stream.
 Q, K, V, UP, GATE = (f"model.layers.0.{part}.weight" for part in
                      ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.gate_proj"))  # fmt: skip
@@ -226,6 +239,7 @@ FAULTS: dict[str, Fault] = {
     "loader raises at n": Fault(worker=loading(lambda count: count - 1)),
     "loader raises once": Fault(worker=loading(lambda count: count // 2, times=1)),
     "processing raises in a linear layer": Fault(worker=processing_raises("model.layers.1.self_attn.qkv_proj")),
+    "processing skipped in a linear layer": Fault(worker=processing_skipped("model.layers.1.self_attn.qkv_proj")),
     "processing raises in attention": Fault(worker=processing_raises("model.layers.1.self_attn.attn")),
     "repair raises": Fault(worker=raising(lambda bench: (bench.applier._guard, "repair"))),
     "verify raises": Fault(worker=raising(lambda bench: (bench.applier._guard, "verify"))),
@@ -291,6 +305,12 @@ def look(state: dict[str, Any]) -> dict[str, Any]:
 def attempt(state: dict[str, Any], fault: str, weights: str, way: str) -> dict[str, Any]:
     """One update of the engine to `a`, `b` or `c`, with a fault."""
     return state["bench"].update(state["tensors"][weights], FAULTS[fault], WAYS[way])
+
+
+def move(state: dict[str, Any], path: str) -> None:
+    """Somebody lets a parameter come to lie elsewhere."""
+    parameter = state["model"].get_parameter(path)
+    parameter.data = parameter.data.clone()
 
 
 def after(state: dict[str, Any], closing: bool, kept: bool) -> dict[str, Any]:

@@ -198,16 +198,16 @@ class Core:
     resume = end_requests = reset_caches = set_version = nothing
 
 
-def settings(folder: str, **more: Any) -> dict[str, Any]:
+def settings(folder: str, engines: int = ENGINES, **more: Any) -> dict[str, Any]:
     sync = {
-        "require": 3,
+        "require": min(3, engines),
         "retain_engines": 0,
         "control_timeout_seconds": CONTROL,
         "rendezvous_timeout_seconds": UPDATE,
         "apply_timeout_seconds": UPDATE,
         **more,
     }
-    engine = {"engine.model": folder, "engine.count": ENGINES, "engine.silence_seconds": SILENCE}
+    engine = {"engine.model": folder, "engine.count": engines, "engine.silence_seconds": SILENCE}
     return config.dump(config.load({**engine, **{f"sync.{key}": v for key, v in sync.items()}}))
 
 
@@ -293,12 +293,12 @@ def run_controller(state: dict[str, Any], port: int, engines: list[int], told: d
     from weightsync.fleet import controller, roster
 
     roster._TIMEOUT_SECONDS, controller._HEARTBEAT_SECONDS = 0.5, 0.2  # of these fleets, as all their deadlines
-    ray.util.list_named_actors = lambda **_: [{"name": f"engine-{o}", "namespace": "weightsync-default"} for o in range(ENGINES)]
+    ray.util.list_named_actors = lambda **_: [{"name": f"engine-{o}", "namespace": "weightsync-default"} for o in range(len(engines))]
     ray.get_actor = lambda name, namespace: Handle(engines[int(name.split("-")[1])])
     _serve(port, lambda: controller.Controller(told))
 
 
-def run_api(state: dict[str, Any], port: int, controller: int) -> None:
+def run_api(state: dict[str, Any], port: int, controller: int, seconds: float = CONTROL) -> None:
     import uvicorn
 
     from weightsync.api import app
@@ -307,7 +307,7 @@ def run_api(state: dict[str, Any], port: int, controller: int) -> None:
     async def ask(method: str, *args: Any, timeout_seconds: float) -> Any:
         return await call(Method(controller, method), *args, timeout_seconds=timeout_seconds)
 
-    built = app.build(SimpleNamespace(ask=ask), lambda: TOKEN, 1, 1 << 24, CONTROL)  # type: ignore[arg-type]
+    built = app.build(SimpleNamespace(ask=ask), lambda: TOKEN, 1, 1 << 24, seconds)  # type: ignore[arg-type]
     sock = socket.create_server(("127.0.0.1", port), reuse_port=False)
     server = uvicorn.Server(uvicorn.Config(built, log_level="warning", lifespan="off"))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
@@ -399,16 +399,21 @@ class Survivors:
     Args:
         folder: for a checkpoint that nobody reads.
         whole: engine 0 and the trainer as interpreters of their own, for how processes end.
+        engines: how many.
+        run: what an engine's process runs.
     """
 
-    def __init__(self, folder: Path, *, whole: bool = False, **sync: Any) -> None:
+    def __init__(
+        self, folder: Path, *, whole: bool = False, engines: int = ENGINES, run: Callable[..., None] = run_engine, **sync: Any
+    ) -> None:
         (folder / "config.json").write_text("{}")
-        self._told, self.version, self._whole = settings(str(folder), **sync), 0, whole
-        self._ports = [free_port() for _ in range(ENGINES)]
+        self._told, self.version, self._whole, self._run_engine = settings(str(folder), engines, **sync), 0, whole, run
+        self._control_seconds = sync.get("control_timeout_seconds", CONTROL)
+        self._ports = [free_port() for _ in range(engines)]
         self._controller_port, self._api_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self._api_port}"
         self.roles: dict[str, Peer] = {}
-        names = [*(f"engine {ordinal}" for ordinal in range(ENGINES)), "controller", "api", "trainer"]
+        names = [*(f"engine {ordinal}" for ordinal in range(engines)), "controller", "api", "trainer"]
         for name in names:
             self.roles[name] = Peer(whole=whole and name in ("engine 0", "trainer"))
         for name in names:
@@ -419,11 +424,11 @@ class Survivors:
     def _run(self, name: str) -> None:
         peer = self.roles[name].ready()
         if name.startswith("engine"):
-            peer.start(run_engine, int(name[-1]), self._ports[int(name[-1])], self._told)
+            peer.start(self._run_engine, int(name[-1]), self._ports[int(name[-1])], self._told)
         elif name == "controller":
             peer.start(run_controller, self._controller_port, self._ports, self._told)
         elif name == "api":
-            peer.start(run_api, self._api_port, self._controller_port)
+            peer.start(run_api, self._api_port, self._controller_port, self._control_seconds)
 
     def replace(self, name: str) -> None:
         """Start a killed process again, as Ray and whoever runs `serve` do."""

@@ -247,6 +247,24 @@ def test_stored_bytes_of_a_complete_update_compare_equal(engine: Engine) -> None
     engine.require_sound()
 
 
+def test_a_layer_whose_processing_did_nothing_is_told_and_brought_back_by_the_next_update(engine: Engine) -> None:
+    """Its kernel lets go of a parameter, which was there still; no later update could be loaded, since it had nothing to put there."""
+    report = engine.attempt("processing skipped in a linear layer", "c")
+    assert report["error"]["code"] == "verdict_not_ok" and report["error"]["names"] == ["model.layers.1.self_attn.qkv_proj.weight"]
+    require_repaired(engine, "staged")
+    engine.require_sound()
+
+
+def test_a_parameter_that_somebody_has_moved_gets_the_new_values_where_a_plan_writes_its_old_place(engine: Engine) -> None:
+    """The repair took its old bytes for what had been loaded, and brought them over what the plan had written."""
+    reports = [engine.attempt("none", engine.other) for _ in range(2)]
+    assert reports[1]["checks"]["layers_planned"] > 0
+    engine.call(faulty.move, "model.norm.weight")
+    report = engine.attempt("none", engine.other)
+    assert report["state"] == "verified" and "layers_planned" not in report["checks"]
+    engine.require_sound()
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_over_200_updates(engine: Engine) -> None:
     sizes = engine.call(faulty.resident, 200)

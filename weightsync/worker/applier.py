@@ -289,6 +289,10 @@ class Applier(Telling, Following):
     def _write_planned(self, plan_key: str, incoming: Staged, counts: dict[str, int]) -> Staged:
         """Write what is planned of an update; what is left to be loaded, which is all where nothing is planned."""
         planned = self._planner.find(plan_key)
+        if planned is not None and planned.rest.writes and loading.registered_places(self.model) != self._seal:
+            # Somebody has moved a parameter since: the repair would bring its old bytes over those that a plan has written.
+            self._planner.forget()
+            planned = None
         if planned is None:
             self._planner.watch(plan_key, incoming)
             return incoming

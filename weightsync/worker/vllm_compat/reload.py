@@ -207,8 +207,10 @@ class Reload:
             temporaries = {name: t for name in (*parameters, *buffers) if isinstance(t := getattr(layer, name, None), torch.Tensor)}
             for name, made in temporaries.items():
                 table = parameters if name in parameters else buffers
-                if made.numel() and not table[name].numel():
-                    table[name] = made  # let go of by who absorbs it: there is no storage to keep, and it will be let go of again
+                if bool(made.numel()) is not bool(table[name].numel()):
+                    # Let go of by who absorbs or packs it: there is no storage to keep, and it will be let go of again. The other way
+                    # round it was not let go of by an update that failed.
+                    table[name] = made
             pinned = [t.untyped_storage() for t in temporaries.values()] if holds_foreign(layer) else []
             computed = self._computed(info, temporaries)
             left = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights} - computed.keys()
