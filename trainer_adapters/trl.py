@@ -107,7 +107,14 @@ class FleetClient:
 
 
 def attach(
-    trainer: Any, url: str, token: str, *, dtype: torch.dtype | None = None, concurrency: int = 64, **options: Any
+    trainer: Any,
+    url: str,
+    token: str,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter_only: bool = False,
+    concurrency: int = 64,
+    **options: Any,
 ) -> WeightSync | None:
     """Have a `GRPOTrainer` sync its weights to the fleet and sample from it. Every process of the trainer calls this.
 
@@ -115,6 +122,7 @@ def attach(
         trainer: made with `use_vllm=False`.
         url, token: the service.
         dtype: cast weights to it on the way, where the trainer holds float32 and the engines' checkpoint does not (`torch.bfloat16`).
+        adapter_only: of a `peft_config` the LoRA alone, to engines that take adapters (`sync_weights`).
         concurrency: rollout requests in flight.
         options: of `WeightSync`, such as `timeout_seconds`.
 
@@ -143,7 +151,7 @@ def attach(
 
         def sync_weights(self) -> None:
             if sync is not None:
-                self.vllm_client.report = bring(sync, self.accelerator.unwrap_model(self.model), dtype)
+                self.vllm_client.report = bring(sync, self.accelerator.unwrap_model(self.model), dtype, adapter_only)
 
     try:
         trainer.vllm_generation = FleetGeneration(
