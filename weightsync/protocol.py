@@ -158,7 +158,7 @@ class UpdateRequest:
         if self.base_version is not None and not (self.partial and 0 <= self.base_version <= MAX_VERSION):
             raise ValueError(f"base_version {self.base_version}: want 0 to {MAX_VERSION}, and only with a scope or an adapter alone")
         if self.partial and self.rewind:
-            raise ValueError("rewind with a scope, or of an adapter alone: going back takes a complete update")
+            raise ValueError(f"rewind {'with a scope' if self.scope else 'of an adapter alone'}: going back takes a complete update")
         if self.scope and self.adapter != Adapter.NONE:
             raise ValueError("an adapter with a scope: it travels alone, or with all of the weights")
 

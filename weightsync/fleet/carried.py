@@ -9,10 +9,11 @@ Not covered: requests for adapters of a client's own, which no route of an engin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from weightsync.protocol import Adapter
-from weightsync.worker.naming import ADAPTER_NUMBER, ADAPTER_PATH
+from weightsync.protocol import Adapter, WorkerReport
+from weightsync.worker.naming import ADAPTER_NUMBER, ADAPTER_PATH, TAKES
 
 #: Of an engine without an adapter.
 _NONE = "weightsync"
@@ -30,19 +31,25 @@ class Carried:
 
     def __init__(self, llm: Any) -> None:
         self.name = ""
-        self._stock: Any = None
-        self._request: Any = None
-        if llm.vllm_config.lora_config is not None:
-            self._stock, llm.add_request = llm.add_request, self._add_request
-            self.carry("")
+        self._llm, self._stock = llm, llm.add_request
+        self._request: Any = None  # vLLM's, with which all go
+
+    def open(self, reports: Sequence[WorkerReport]) -> None:
+        """From now on, if that is what the workers have a slot for."""
+        if all(report.checks.get(TAKES) for report in reports):
+            self._llm.add_request = self._add_request
+            self._name()
 
     def carry(self, name: str) -> None:
         """Requests that come from now on go with the adapter of this name; with none where it is empty."""
         self.name = name
-        if self._stock is not None:
-            from vllm.lora.request import LoRARequest
+        if self._request is not None:
+            self._name()
 
-            self._request = LoRARequest(name or _NONE, ADAPTER_NUMBER, ADAPTER_PATH)
+    def _name(self) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._request = LoRARequest(self.name or _NONE, ADAPTER_NUMBER, ADAPTER_PATH)
 
     async def _add_request(self, *args: Any, lora_request: Any = None, **more: Any) -> Any:
         return await self._stock(*args, lora_request=lora_request or self._request, **more)

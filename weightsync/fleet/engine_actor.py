@@ -114,12 +114,13 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         engine = self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
-        answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
+        answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored, True)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:
             self._state, self._reason = EngineState.QUARANTINED, error.code
             raise error
         require_ranks(reports, self._settings.engine.workers)
+        self._engine.adapter.open(reports)
         if self._settings.sync.rollback == "host":
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)

@@ -20,7 +20,7 @@ import torch
 from weightsync.errors import ApplyFailed, BaseRefused, ManifestRefused, VerdictNotOk
 from weightsync.protocol import Adapter, Manifest, TensorSpec
 from weightsync.worker import naming
-from weightsync.worker.naming import HALVES
+from weightsync.worker.naming import HALVES, TAKES
 
 _SHOWN = 20
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -103,18 +103,20 @@ def part(manifest: Manifest, known: Mapping[str, TensorSpec], brings: Adapter) -
 class Adapters:
     """Of one worker.
 
-    Args:
-        slot: the engine's; None where it takes no adapters.
-
     Attributes:
         live: what the slot was given last; None for none.
         counts: what the engine has said counts.
     """
 
-    def __init__(self, slot: Slot | None) -> None:
-        self._slot = slot
+    def __init__(self) -> None:
+        self._slot: Slot | None = None
         self.live: Pairs | None = None
         self.counts: Pairs | None = None
+
+    def open(self, slot: Slot | None) -> dict[str, int]:
+        """All requests of the engine go with what this slot holds from now on; None where it takes no adapters. Returns a count of it."""
+        self._slot = slot
+        return {} if slot is None else {TAKES: 1}
 
     @property
     def dtype(self) -> str:
@@ -217,16 +219,19 @@ class Adapters:
         if self._slot is None:
             return
         try:
-            slot, own = self._slot, pairs or {}
-            slot.write({key: tensor for key, tensor in own.items() if slot.path(key[0]) in slot.targets})
+            self._slot.write(self._own(self._slot))
         except Exception as exc:
             raise ApplyFailed(f"vLLM did not take the adapter: {type(exc).__name__}: {exc}") from exc
+
+    def _own(self, slot: Slot) -> Pairs:
+        """What is live of layers that this worker has."""
+        return {key: tensor for key, tensor in (self.live or {}).items() if slot.path(key[0]) in slot.targets}
 
     def wrong(self) -> tuple[VerdictNotOk | None, dict[str, int]]:
         """What stands against what lies in the slot, and how many layers of an adapter were compared."""
         if self._slot is None:
             return None, {}
-        layers, wrong = self._slot.differing(self.live or {})
+        layers, wrong = self._slot.differing(self._own(self._slot))
         if wrong:
             error = VerdictNotOk(
                 f"the adapter in the engine is not the one that was sent, in {len(wrong)} layer(s): {_shown(wrong)}",

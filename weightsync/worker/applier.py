@@ -81,7 +81,7 @@ class Applier(Telling, Following, Adapting):
                 hint="Serve a model without them",
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
-        self._adapters = Adapters(vllm_compat.adapter_slot(runner, vllm_config))  # filled before all is sealed
+        self._adapters = Adapters()
         self._seal = loading.registered_places(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)

@@ -27,6 +27,8 @@ _TRAINED, _UNTRAINED = "modules_to_save", "original_module"
 _ADAPTER = "lora_"
 #: vLLM's number of the one adapter that an engine has, and what stands for its path.
 ADAPTER_NUMBER, ADAPTER_PATH = 1 << 20, "weightsync"
+#: What a worker counts when it is asked what it is, where it has a slot for that.
+TAKES = "takes_adapter"
 #: The two halves of an adapted layer, as the last segments of their names.
 HALVES = ("lora_A.weight", "lora_B.weight")
 #: An ending that more of the engine's names share says nothing about a prefix.
