@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.test_adapters import adapted
+from tests.test_engine_update import Engine
 from tests.test_ledger import engine
 from tests.workers import Worker, weights, without_vllm
 from weightsync.client import Lazy, Lora, lora_of
@@ -22,6 +24,7 @@ from weightsync.client.lora import Below
 from weightsync.errors import ApplyFailed, BaseRefused, ManifestRefused, WeightSyncError
 from weightsync.fleet.carried import Carried, name_of
 from weightsync.fleet.ledger import Ledger
+from weightsync.fleet.told import Told
 from weightsync.protocol import Adapter, Manifest, TensorSpec, UpdateRequest, WorkerReport
 from weightsync.worker import adapter, naming
 from weightsync.worker.naming import HALVES
@@ -295,6 +298,39 @@ def test_requests_go_with_the_adapter_that_counts_under_a_name_of_its_own() -> N
     names = [one.lora_name for one in seen[1:]]
     assert names == ["weightsync", "weightsync-7-456789abcdef", "weightsync-7-ba9876543210", "weightsync"]
     assert len({one.lora_int_id for one in seen[1:]}) == 1, "so that requests in flight go on with the one that counts"
+
+
+def test_an_engine_goes_back_to_the_adapter_before_without_any_kept_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_vllm(monkeypatch)
+    made = Engine(tmp_path, more={"sync.rollback": "off"})
+    for each in made.workers:
+        each._retain = False
+        opened(each)
+
+    def update(version: int, sent: dict[str, torch.Tensor], brings: Adapter) -> Any:
+        (update_id,) = {each.begin(sent, adapter=brings) for each in made.workers}
+        made.actor._told = {update_id: Told(adapter=brings)}
+
+        async def commit() -> Any:
+            return await made.actor.commit(update_id, version, 0)
+
+        return asyncio.run(commit())["value"]
+
+    assert update(1, {**weights(1), **pair("tower", 5)}, WITH_BASE)["committed"]
+    assert update(2, pair("tower", 6), ALONE)["committed"]
+    name = made.core.adapter.name
+    for step, shown in (("spoil", name), ("resume", "")):
+        if step == "spoil":
+            slot(made.workers[1]).spoil = 2
+        else:
+            made.core.fail["resume"] = 1
+        verdict = update(3, pair("tower", 7), ALONE)
+        assert not verdict["committed"] and verdict["checks"]["rolled_back"] == 1
+        made.require(2, 1)
+        assert [values(each) for each in made.workers] == [{"tower": 6}] * 2
+        assert made.core.adapter.name not in ("", shown), "what was cached meanwhile may be of the one that failed"
+    assert update(3, pair("tower", 7), ALONE)["committed"]
+    assert [values(each) for each in made.workers] == [{"tower": 7}] * 2
 
 
 # --- a trainer --------------------------------------------------------------------------------------------

@@ -44,8 +44,7 @@ def follow(
         The callback. Its `report` is of the last sync, None in a process that makes no calls.
 
     Raises:
-        WeightSyncError: what to change: nothing answers there, the token is wrong, the fleet has no engine, the tensors are not
-            those of the engines' checkpoint.
+        WeightSyncError: what to change: nothing answers there, a wrong token, no engine, tensors that the engines' checkpoint has not.
     """
     from transformers import TrainerCallback
 
