@@ -175,6 +175,14 @@ def test_what_is_kept_for_other_engines_has_the_adapter_that_counts(worker: Work
     assert kept() is None
 
 
+def test_a_check_of_live_storage_looks_at_the_slot_too(worker: Worker) -> None:
+    worker.update({**weights(1), **pair("tower", 5)}, adapter=WITH_BASE)
+    worker.update(pair("tower", 6), adapter=ALONE)
+    assert worker.applier.check(True).differs == ()
+    slot(worker).holds["tower", A][1, 2] += 1
+    assert worker.applier.check(True).differs == ("the adapter of tower",)
+
+
 def test_a_scope_is_refused_below_an_adapter(worker: Worker) -> None:
     worker.update({**weights(1), **pair("tower", 5)}, adapter=WITH_BASE)
     with pytest.raises(ManifestRefused, match="would change weights that an adapter lies on"):

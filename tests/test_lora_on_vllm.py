@@ -1,6 +1,6 @@
 """Adapters alone on vLLM's real LoRA layers, in an engine's process: they equal merged weights within rounding, and touch no weight.
 
-Bytes go through buckets of 64 KB, so that every adapter is cut over several. Not covered: requests and versions, which are a
+Not covered: requests and versions, which are a
 fleet's (`test_lora_on_fleet.py`); which adapters are refused in which words (`test_adapter.py`).
 """
 
@@ -91,6 +91,21 @@ def said(state: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
 def update(state: dict[str, Any], tensors: Tensors, way: Way, fault: str = "") -> dict[str, Any]:
     report: dict[str, Any] = state["bench"].update(tensors, FAULTS[fault] if fault else None, way)
     return report
+
+
+def puts(state: dict[str, Any], tensors: Tensors, way: Way) -> tuple[int, list[tuple[str, int, int]]]:
+    """An update in small buckets: how many; at each write of the slot, where the update stood, and how many tensors had come and were put."""
+    bench, seen = state["bench"], []
+    slot = slots(bench)
+    stock = slot.write
+
+    def write(given: Any) -> None:
+        seen.append((bench.applier._state, bench.applier._receiver.tensors, len(given)))
+        stock(given)
+
+    with patch.object(slot, "write", write), patch("tests.bench.BUCKET", 16 << 10):
+        assert bench.update(tensors, None, way)["state"] == "verified"
+        return len(bench.applier._receiver.plan.buckets), seen
 
 
 def slots(bench: Bench) -> Any:
@@ -212,6 +227,28 @@ def test_a_complete_update_that_fails_goes_back_to_the_weights_and_their_adapter
 def swapped(tensors: Tensors, one: str, other: str) -> Tensors:
     names = {one: other, other: one}
     return {re.sub(f"{one}|{other}", lambda found: names[found[0]], name): tensor for name, tensor in tensors.items()}
+
+
+def test_an_adapter_that_is_cut_over_several_buckets_is_registered_once_when_all_of_it_is_there(engine: Peer, tensors: Any) -> None:
+    base, adapter = tensors("qwen3", 1), pairs(tensors("qwen3", 1), 5)
+    both = {**base, **adapter}
+    # As they come from PEFT: layers that are adapted, and no others, have a segment more in their names.
+    wrapped = {
+        f"base_model.model.{name.replace('.weight', '.base_layer.weight')}"
+        if name.split(".")[-2] in ADAPTED
+        else f"base_model.model.{name}": value
+        for name, value in base.items()
+    }
+    mixed = {
+        name: value
+        for pair in zip(wrapped.items(), [*adapter.items(), *[None] * len(base)], strict=False)
+        for name, value in filter(None, pair)
+    }
+    assert len(mixed) == len(both)
+    buckets, seen = engine.call(puts, mixed, WITH_BASE, seconds=SECONDS)
+    assert buckets > 3 and seen == [("applied", len(both), len(adapter))]
+    buckets, seen = engine.call(puts, adapter, ALONE, seconds=SECONDS)
+    assert buckets > 3 and seen == [("staged", len(adapter), len(adapter))]
 
 
 WRONG = {

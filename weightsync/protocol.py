@@ -344,6 +344,7 @@ class EngineStatus:
         silent_workers: when it is silent, ranks of those that have not answered while others have; empty where that is not known.
         slots: how many its storage contract has, by class; summed over workers, as `memory` is.
         memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
+        adapter: name of the one that all its requests go with; empty for none.
     """
 
     engine: int
@@ -365,6 +366,7 @@ class EngineStatus:
     silent_workers: tuple[int, ...] = ()
     slots: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

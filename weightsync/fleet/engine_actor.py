@@ -212,6 +212,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
             silent_workers=self._silent_workers,
             slots=dict(inventory.slots),
             memory=dict(inventory.memory),
+            adapter="" if self._version is None else self._adapter,
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 

@@ -6,6 +6,7 @@ A part of `Applier`, and of its state. Not covered: updates (`Applier.report`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,4 +74,6 @@ class Telling:
     def check(self, anew: bool) -> WorkerCheck:
         """Read some of the live storage again, and compare it with the update that it was proved to hold; raises as `Rereading.step`."""
         self._sleep.require_awake()
-        return self._rereading.step(self._held.counts if not self._wrote and self._held.proved == self._held.counts else "", anew)
+        found = self._rereading.step(self._held.counts if not self._wrote and self._held.proved == self._held.counts else "", anew)
+        error, _ = self._adapters.wrong() if found.done else (None, {})
+        return found if error is None else replace(found, differs=(*found.differs, *(f"the adapter of {name}" for name in error.names)))
