@@ -94,7 +94,7 @@ def update(state: dict[str, Any], tensors: Tensors, way: Way, fault: str = "") -
 
 
 def puts(state: dict[str, Any], tensors: Tensors, way: Way) -> tuple[int, list[tuple[str, int, int]]]:
-    """An update in small buckets: how many; at each write of the slot, where the update stood, and how many tensors had come and were put."""
+    """An update in small buckets: how many; at each write of the slot where the update stood, how many tensors had come, and were put."""
     bench, seen = state["bench"], []
     slot = slots(bench)
     stock = slot.write
