@@ -25,11 +25,12 @@ from weightsync.errors import ManifestRefused
 from weightsync.protocol import EngineState
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+LORA = '--engine.extra={"enable_lora": true, "max_lora_rank": 8}'
 
 
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    flags = ['--engine.extra={"enable_lora": true, "max_lora_rank": 8}', "--sync.caches=retain"]
+    flags = [LORA, "--sync.caches=retain"]
     running = Fleet(checkpoint("qwen3", 1), tmp_path_factory.mktemp("fleet"), 2, flags).ready()
     yield running
     assert running.stop() == 0
@@ -108,3 +109,24 @@ def test_engines_follow_an_adapter_that_travels_alone(fleet: Fleet, model: Any) 
         other.sync_weights(weights(model, torch.bfloat16))
         assert bring(sync, model, torch.bfloat16, adapter_only=True).nbytes == base + alone
         assert answers(sync, 0) == answers(sync, 1) == adapted
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_each_worker_of_an_engine_takes_its_part_of_an_adapter(kind: str, model: Any, checkpoint: Any, tmp_path: Path) -> None:
+    flags = [LORA, f"--engine.{kind}_parallel_size=2"]
+    fleet = Fleet(checkpoint("qwen3", 1), tmp_path / "fleet", 1, flags).ready()
+    try:
+        with fleet.client(bucket_bytes=4096) as sync:
+            for number in range(2):
+                step(model, number)
+                (verdict,) = bring(sync, model, torch.bfloat16, adapter_only=True).verdicts
+                assert verdict.ranks == {"0": "verified", "1": "verified"} and verdict.checks["adapted_layers"]
+                assert gap(model, sync, 0) < TOLERANCE
+            before = answers(sync, 0)
+            wrong = model.base_model.model.model.layers[1].mlp.down_proj
+            wrong.lora_B["default"].weight = torch.nn.Parameter(wrong.lora_B["default"].weight[:-1])
+            with pytest.raises(ManifestRefused, match=r"worker 1|model.layers.1.mlp.down_proj .*want inputs"):
+                bring(sync, model, torch.bfloat16, adapter_only=True)
+            assert answers(sync, 0) == before
+    finally:
+        assert fleet.stop() == 0
