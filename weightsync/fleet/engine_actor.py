@@ -305,7 +305,8 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
-        told, self._adapter = self._told.get(update_id, Told()), engine.adapter.name
+        told = self._told.get(update_id, Told())
+        self._adapter = name_of(version, update_id, told.adapter)
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, told.restores or update_id
         if not told.restores and not told.keeps:  # another engine keeps this one, and nobody needs the one before
             self._clear_shelf()
