@@ -207,8 +207,9 @@ def test_what_no_slot_takes_is_refused_before_a_byte_moves(case: str, worker: Wo
     worker.update({**weights(1), **pair("tower", 5)}, adapter=WITH_BASE)
     given, words = WRONG[case]
     for sent, brings in ((given, ALONE), ({**weights(2), **given}, WITH_BASE)):
-        with pytest.raises(ManifestRefused, match=words):
+        with pytest.raises(ManifestRefused, match=words) as caught:
             worker.begin(sent, adapter=brings)
+        assert set(caught.value.names) & set(given)
     assert values(worker) == {"tower": 5} and worker.model.values() == dict.fromkeys(weights(1), 1)
 
 

@@ -167,16 +167,18 @@ class Adapters:
                 halves[layer][half] = spec
         wrong: dict[str, list[str]] = {"no half of a low-rank pair, which is all that an engine's adapter has": unknown}
         strange: dict[str, str] = {}
+        names = list(unknown)
         for layer, found in halves.items():
             for kind, said in self._faults(layer, found, slot).items():
                 wrong.setdefault(kind, []).append(said)
+                names += [spec.name for spec in found.values()]
             if (path := slot.path(layer)) not in slot.targets:
                 close = next(iter(naming.closest([path], slot.targets)))
                 says = f"{layer} (closest: {close})" if close else layer
                 strange |= {spec.name: says for spec in found.values()}
         if any(wrong.values()):
-            said = "; ".join(f"{len(names)} {kind}: {_shown(names)}" for kind, names in wrong.items() if names)
-            raise ManifestRefused(f"the adapter can't be taken: {said}", hint="Train it on linear layers by plain LoRA", names=unknown)
+            said = "; ".join(f"{len(those)} {kind}: {_shown(those)}" for kind, those in wrong.items() if those)
+            raise ManifestRefused(f"the adapter can't be taken: {said}", hint="Train it on linear layers by plain LoRA", names=names)
         return strange
 
     def _faults(self, layer: str, found: Mapping[str, TensorSpec], slot: Slot) -> dict[str, str]:
