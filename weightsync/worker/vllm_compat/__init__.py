@@ -16,6 +16,7 @@ the model's loading.
     reload.py     one layerwise reload, run as a cold load, with what stock leaves out
     first_run.py  what a model's first run filled in, and a run like it in a live engine
     graphs.py     captured graphs released, and captured anew
+    adapters.py   the slot of the adapter that an engine serves with
     sleeping.py   the memory that a sleep gives back
     spinning.py   how long a worker's process stays awake behind a call
     vote.py       what the workers of a model decide together
@@ -23,6 +24,7 @@ the model's loading.
 Not covered: layers that `unproved_layers` names: the engine then refuses to start.
 """
 
+from weightsync.worker.vllm_compat.adapters import AdapterSlot, adapter_slot
 from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
 from weightsync.worker.vllm_compat.doubles import processed, requantises
@@ -53,10 +55,12 @@ __all__ = [
     "PROVED_SOURCES",
     "PROVED_VERSIONS",
     "WRITTEN_IN_PLACE",
+    "AdapterSlot",
     "Blueprint",
     "Reload",
     "SleepMemory",
     "absorbing",
+    "adapter_slot",
     "captures_graphs",
     "cold_load_context",
     "draw",
