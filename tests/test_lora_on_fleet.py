@@ -62,6 +62,11 @@ def gap(model: Any, sync: WeightSync, engine: int) -> float:
     return worst
 
 
+def named(sync: WeightSync, adapter: str) -> None:
+    """What engines say of themselves beside a verdict is asked for every second."""
+    wait_until(lambda: {engine.adapter for engine in sync.engines()} == {adapter}, 10, f"the adapter {adapter!r}")
+
+
 def test_engines_follow_an_adapter_that_travels_alone(fleet: Fleet, model: Any) -> None:
     base = sum(value.numel() * 2 for name, value in model.named_parameters() if "lora_" not in name)
     alone = sum(value.numel() * 2 for name, value in model.named_parameters() if "lora_" in name)
@@ -74,7 +79,7 @@ def test_engines_follow_an_adapter_that_travels_alone(fleet: Fleet, model: Any) 
             assert all(verdict.checks["adapted_layers"] for verdict in report.verdicts)
             gaps += [gap(model, sync, engine) for engine in (0, 1)]
         assert max(gaps) < TOLERANCE, gaps
-        assert {engine.adapter for engine in sync.engines()} == {f"weightsync-{report.version}-{report.update_id[-12:]}"}
+        named(sync, f"weightsync-{report.version}-{report.update_id[-12:]}")
         same = answers(sync, 0)
         assert same == answers(sync, 1)
         # vLLM's own application, asked for the model by its name.
@@ -97,7 +102,8 @@ def test_engines_follow_an_adapter_that_travels_alone(fleet: Fleet, model: Any) 
         # Merged weights take its place, and what comes alone behind them brings the weights below again.
         adapted = answers(sync, 0)
         sync.sync_weights(weights(model, torch.bfloat16))
-        assert gap(model, sync, 0) < 2 * TOLERANCE and {engine.adapter for engine in sync.engines()} == {""}
+        assert gap(model, sync, 0) < 2 * TOLERANCE
+        named(sync, "")
         with pytest.raises(ManifestRefused, match="no LoRA layer"):
             sync.sync_weights(model_of(Path(model.peft_config["default"].base_model_name_or_path)).requires_grad_(False), adapter_only=True)
         report = bring(sync, model, torch.bfloat16, adapter_only=True)
