@@ -296,7 +296,7 @@ def staged(**more: Any) -> Any:
     """What a worker has of an update that is all there."""
     offered = offer({"w": torch.ones(1)})
     plan = plan_buckets(offered.manifest, 64)
-    order = SimpleNamespace(request=SimpleNamespace(update_id="u", scope=()), stage="host", retain=False, plan=False)
+    order = SimpleNamespace(request=SimpleNamespace(update_id="u", scope=(), partial=False), stage="host", retain=False, plan=False)
     whole = Whole(offered.manifest, plan, torch.zeros(plan.stream_bytes, dtype=torch.uint8))
     return SimpleNamespace(order=order, tensors=1, nbytes=4, seconds={}, error=None, held=lambda: whole, into=None, **more)
 

@@ -195,7 +195,8 @@ class Calls:
     async def reset_caches(self) -> None:
         self.made.append("reset")
 
-    async def set_version(self, version: int) -> None:
+    async def set_version(self, version: int, adapter: str) -> None:
+        assert adapter == "a name"
         self.made.append(version)
 
     async def resume(self) -> None:
@@ -221,7 +222,7 @@ def test_caches_go_before_the_version_and_the_version_before_requests(policy: st
 
     async def run() -> None:
         for version in (5, 6, 6, 1, 2):
-            await one._go_on(engine, version)  # type: ignore[arg-type]
+            await one._go_on(engine, version, "a name")  # type: ignore[arg-type]
 
     asyncio.run(run())
     assert engine.made == made
