@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the tests out, what shares the fleet goes first, then other engines: these take longest."""
+    twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
+    if twice:  # of tests with one name pytest-xdist runs one
+        raise pytest.UsageError(f"several tests are called {', '.join(twice)}")
     if os.environ.get("PYTEST_XDIST_WORKER"):
         engines = {item.path for item in items if item.get_closest_marker("engine")}
         items.sort(key=lambda item: (not _shares_fleet(item.path), item.path not in engines))

@@ -6,6 +6,7 @@ by a stand-in. Not covered: order of calls by links between them; bodies near th
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,12 +108,24 @@ class Token:
         case.headers["authorization"] = f"Bearer {data}"
 
 
-@described.parametrize()
-@settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_as_described_and_none_is_a_fault(case: Any, service: tuple[str, Asked]) -> None:
-    # That the fleet is not ready is told with 503.
-    left_out = [*LEFT_OUT, checks.not_a_server_error] if case.path == "/readyz" else LEFT_OUT
-    case.call_and_validate(base_url=service[0], excluded_checks=left_out)
+def _answers(path: str, method: str) -> Any:
+    """The test of one route, under a name of its own: schemathesis gives all that it makes of one function the same, and pytest-xdist
+    runs one test of each name."""
+
+    @described.include(path=path, method=method).parametrize()
+    @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    def test(case: Any, service: tuple[str, Asked]) -> None:
+        # That the fleet is not ready is told with 503.
+        left_out = [*LEFT_OUT, checks.not_a_server_error] if case.path == "/readyz" else LEFT_OUT
+        case.call_and_validate(base_url=service[0], excluded_checks=left_out)
+
+    return test
+
+
+ROUTES = [(found.ok().path, found.ok().method) for found in described.get_all_operations()]
+for path, method in ROUTES:
+    name = re.sub(r"\W+", "_", f"{method} {path}").strip("_").lower()
+    globals()[f"test_every_answer_is_as_described_and_none_is_a_fault_{name}"] = _answers(path, method)
 
 
 def test_the_controller_was_really_asked(service: tuple[str, Asked]) -> None:
