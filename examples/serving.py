@@ -21,8 +21,8 @@ from weightsync.demo.checkpoint import build_checkpoint
 
 
 @contextlib.contextmanager
-def fleet(*, float32: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Checkpoint, URL and token. A fleet of its own is in bfloat16, or in float32."""
+def fleet(*, float32: bool = False, adapters: bool = False) -> Iterator[tuple[str, str, str]]:
+    """Checkpoint, URL and token. A fleet of its own is in bfloat16, or in float32; its engines may take LoRA adapters."""
     if len(sys.argv) == 4:
         checkpoint, url, token_file = sys.argv[1:]
         yield checkpoint, url, Path(token_file).read_text().strip()
@@ -33,6 +33,8 @@ def fleet(*, float32: bool = False) -> Iterator[tuple[str, str, str]]:
         if float32:
             _widen(Path(checkpoint))
             flags.append("--engine.dtype=float32")
+        if adapters:
+            flags.append('--engine.extra={"enable_lora": true, "max_lora_rank": 16}')
         command = [sys.executable, "-m", "weightsync.cli", "serve", *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as serve:
             try:

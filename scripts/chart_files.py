@@ -42,6 +42,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "engine": {"model": "/models/policy", "port_base": 8600, "extra": {}, "start_timeout_seconds": 1800},
     "sync": {"store_port": 8518},
 }
+#: Where a path is one of the pods', relative to nothing.
+PATTERNS: dict[str, dict[str, str]] = {"engine": {"model": "^/."}}
 #: For what 0 stands for in the settings ("a free one"), which no policy or firewall can open.
 LEAST: dict[str, dict[str, int]] = {"engine": {"port_base": 1024}, "api": {"port": 1024}, "sync": {"store_port": 1024}}
 _WIDTH = 118
@@ -66,18 +68,33 @@ def fleet_schema() -> dict[str, Any]:
             for key, least in LEAST.get(name, {}).items():
                 field = section["properties"][key]
                 field |= {"minimum": least, "description": re.sub("; 0 takes .*(?=[.])", "", field["description"])}
-            fleet["properties"][name] = section
-    return fleet
+            for key, pattern in PATTERNS.get(name, {}).items():
+                section["properties"][key]["pattern"] = pattern
+            fleet["properties"][name] = _required(section, empty=True)
+    return _required(fleet, empty=True)
+
+
+def _required(section: dict[str, Any], empty: bool) -> dict[str, Any]:
+    """The same, where a value that was set to null, which takes its default away, is missing.
+
+    Args:
+        empty: also where the default is empty, which templates take for the same as nothing; fleet.toml does not.
+    """
+    defaults = {key: field.get("default", "properties" in field or None) for key, field in section["properties"].items()}
+    required = [key for key, default in defaults.items() if default or (empty and default is not None)]
+    return {**section, "required": required} if required else section
 
 
 def schema() -> dict[str, Any]:
     """The whole schema, every object closed but those that hold names of a user's own."""
     own = Values.model_json_schema()
-    definitions = own.pop("$defs")
+    definitions = {name: _required(section, empty=False) for name, section in own.pop("$defs").items()}
     properties = {"fleet": fleet_schema(), **own["properties"]}
+    own["properties"] = properties
+    own = _required(own, empty=False)
     # Helm hands `global` to every chart that is another one's dependency.
     properties["global"] = {"description": "Values of a parent chart; not read.", "type": "object"}
-    found = _plain({**own, "properties": properties, "$defs": definitions})
+    found = _plain({**own, "$defs": definitions})
     found["$defs"] |= _kubernetes(found)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "Values of the chart weightsync"}
 

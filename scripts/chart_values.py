@@ -87,7 +87,7 @@ class Pod(Strict):
     affinity: Affinity = {}  # type: ignore[valid-type]
     """Nodes and pods it is drawn to, or keeps away from."""
     topologySpreadConstraints: list[TopologySpread] = []  # type: ignore[valid-type]
-    """How pods of this kind are spread."""
+    """How pods of this kind are spread; without a labelSelector among those of their kind and release."""
     priorityClassName: Name = ""
     """Its priority class."""
     annotations: Strings = {}
@@ -187,7 +187,7 @@ class Cache(Strict):
     storageClass: str = ""
     """Its storage class; the cluster's default when empty."""
     accessModes: list[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]] = Field(default=["ReadWriteMany"], min_length=1)
-    """Its access modes; several nodes need ReadWriteMany."""
+    """Its access modes; several worker pods need ReadWriteMany."""
 
 
 class Service(Strict):
@@ -269,7 +269,8 @@ class NetworkPolicy(Strict):
     monitoring: list[Peer] = []  # type: ignore[valid-type]
     """Who may read metrics, of the API and of Ray."""
     restrictEgress: bool = True
-    """Let the pods connect to each other, to trainers, to DNS (port 53 anywhere) and to what `egress` says, and to nothing else."""
+    """Let the pods connect to each other, to trainers, to DNS (port 53 anywhere; OpenShift's wants a rule for 5353) and to what `egress`
+    says, and to nothing else."""
     egress: list[Egress] = []  # type: ignore[valid-type]
     """Further rules of where to, such as a store of checkpoints or of traces."""
 
@@ -300,7 +301,7 @@ class Values(Strict):
     nameOverride: Name = ""
     """Stands for the chart's name in names and labels."""
     fullnameOverride: str = Field(default="", pattern=r"^([a-z]([a-z0-9-]{0,38}[a-z0-9])?)?$")
-    """Name of everything; 40 characters at most, as KubeRay adds to it."""
+    """Name of everything; 40 characters at most, as KubeRay adds to it. Needed where the release's begins with a digit or has a dot."""
     image: Image = Image()
     auth: Auth = Auth()
     ray: Ray = Ray()

@@ -31,7 +31,7 @@ from weightsync.client.source import Offer, offer
 from weightsync.codec import encode
 from weightsync.errors import WeightSyncError
 from weightsync.fleet.transaction import Transaction
-from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
+from weightsync.protocol import Adapter, BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.transport import communicator as communicator_module
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.packing import BucketPlan, plan_buckets
@@ -79,7 +79,7 @@ def send(offered: Offer, plan: BucketPlan, wire: Any, cancelled: Callable[[], bo
 
 @dataclass(frozen=True)
 class Way:
-    """How an update is made: `stage` and `retain` as in `BeginOrder`; how often it is applied; its scope.
+    """How an update is made: `stage` and `retain` as in `BeginOrder`; how often it is applied; its scope; what it brings of an adapter.
 
     Stored bytes are looked at where it says `compared`.
     """
@@ -89,6 +89,7 @@ class Way:
     tries: int = 2
     compared: bool = False
     scope: tuple[str, ...] = ()
+    adapter: Adapter = Adapter.NONE
 
 
 STAGED = Way()
@@ -105,7 +106,7 @@ class Bench:
 
     def __init__(self, call: Call, worker: Any) -> None:
         self._call = call
-        report = call("weightsync_describe", True)
+        report = call("weightsync_describe", True, True)
         assert report["error"] is None, report["error"]
         self.applier = worker._weightsync()
         self._stored, self.applier._stored = self.applier._stored, None  # what it compares with; only where a way says so
@@ -132,8 +133,8 @@ class Bench:
         self._updates += 1
         update = f"u-{self._updates}"
         meeting = ("trainer", self._updates, offered.manifest, BUCKET, plan.hash, SECONDS, "gloo", torch.__version__)
-        request = UpdateRequest(update, *meeting, scope=way.scope)
-        base = (self._updates - 1, self.held) if way.scope else (None, "")
+        request = UpdateRequest(update, *meeting, scope=way.scope, adapter=way.adapter)
+        base = (self._updates - 1, self.held) if request.partial else (None, "")
         order = BeginOrder(request, self._info, 0, 1, SECONDS, "", way.stage, way.retain, *base, plan=planned)
         made: list[torch.Tensor] = []
         empty = torch.empty
@@ -176,7 +177,7 @@ class Bench:
         except WeightSyncError as exc:
             error = exc
         at = str(transaction.phase)
-        if error is not None and transaction.wrote and served and way.retain:
+        if error is not None and transaction.wrote and served and (way.retain or way.adapter == Adapter.ALONE):
             asyncio.run(transaction.roll_back())
         self._end(sending, error is not None)  # as the client does, and the controller: whatever failed, they meet anew
         state = "failed" if error else "verified"

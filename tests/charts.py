@@ -15,22 +15,24 @@ import yaml
 
 CHART = Path(__file__).resolve().parent.parent / "deploy/helm/weightsync"
 EXAMPLES: dict[str, dict[str, Any]] = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
+#: Kinds that Kubernetes itself does not have.
+CRD_KINDS = ("RayCluster", "PodMonitor", "ServiceMonitor", "PrometheusRule")
 
 
-def rendered(values: dict[str, Any]) -> dict[str, str]:
-    """Text of each template, for release `rl`. Loaded anew each time, since rendering changes a chart that is loaded."""
+def rendered(values: dict[str, Any], release: str = "rl") -> dict[str, str]:
+    """Text of each template. Loaded anew each time, since rendering changes a chart that is loaded."""
     with helm_python.Chart.load(str(CHART)) as chart:
-        return {Path(name).name: text for name, text in chart.render(values, name="rl", namespace="training").items()}
+        return {Path(name).name: text for name, text in chart.render(values, name=release, namespace="training").items()}
 
 
-def documents(values: dict[str, Any]) -> list[dict[str, Any]]:
+def documents(values: dict[str, Any], release: str = "rl") -> list[dict[str, Any]]:
     """The manifests; the caller's own."""
-    return copy.deepcopy(_documents(json.dumps(values)))
+    return copy.deepcopy(_documents(json.dumps(values), release))
 
 
 @cache
-def _documents(values: str) -> list[dict[str, Any]]:
-    texts = [text for name, text in rendered(json.loads(values)).items() if name.endswith(".yaml")]
+def _documents(values: str, release: str) -> list[dict[str, Any]]:
+    texts = [text for name, text in rendered(json.loads(values), release).items() if name.endswith(".yaml")]
     return [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 

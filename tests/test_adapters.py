@@ -19,7 +19,7 @@ from tests.service import Service
 from tests.test_ledger import engine
 from tests.test_ranks import Model, Trainer, model_of
 from trainer_adapters.callback import follow
-from trainer_adapters.fleet import Stream, connect, weights
+from trainer_adapters.fleet import Stream, bring, connect, lora, weights
 from weightsync import WeightSync, WeightSyncError
 from weightsync.client import Lazy
 from weightsync.errors import MemoryRefused, ServiceUnreachable
@@ -224,6 +224,25 @@ def test_adapters_of_a_model_that_fsdp2_has_sharded_are_merged_and_gathered(serv
     assert {plain(name) for name in held} == {name for name, _ in want.named_parameters()} | {"scale"}
     gaps = [(held[name].float() - dict(want.named_parameters())[plain(name)]).abs().max() for name in held if plain(name) != "scale"]
     assert max(gaps) < 0.02, "bfloat16 of values of about one"
+
+
+def sync_alone(state: dict[str, Any], url: str) -> list[int]:
+    with connect(url, "token", group=dist.group.WORLD, bucket_bytes=20_000) as sync:
+        return [bring(sync, state["model"], torch.bfloat16, adapter_only=True).nbytes for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_model_that_fsdp2_has_sharded_is_gathered_alone(service: Service, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    trainer = Trainer(tmp_path)
+    assert [type(result) for result in trainer.all(shard_adapted, seconds=90.0)] == [type(None)] * 2
+    first, second = trainer.all(sync_alone, (service.url,))
+    want = read({**lora(adapted(), torch.bfloat16).adapter})
+    assert first == second and first[1] == sum(value.nbytes for value in want.values()) < first[0], "both ranks tell the same"
+    (held,) = service.held[2]
+    assert held.keys() == want.keys() and all(torch.equal(held[name], value) for name, value in want.items())
+    (held,) = service.held[1]
+    assert {plain(name) for name in held.keys() - want.keys()} == {name for name, _ in model_of(1).named_parameters()} | {"scale"}
 
 
 def partition(state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Alerts and dashboard: what they ask for is there, what is there is shown, and alerts fire on what they are for.
 
-`tests/alerts.yaml` is `promtool`'s; its tests skip where that is not. Not covered: Grafana itself.
+`tests/alerts.yaml` and `tests/alerts_of_fleets.yaml` are `promtool`'s; their tests skip where that is not. Not covered: Grafana itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightsync.metrics import Recorder
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = CHART / "files/rules.yaml"
-UNIT_TESTS = ROOT / "tests/alerts.yaml"
+UNIT_TESTS = [ROOT / "tests/alerts.yaml", ROOT / "tests/alerts_of_fleets.yaml"]
 DASHBOARD: dict[str, Any] = json.loads((CHART / "files/dashboard.json").read_text())
 ALL_RULES: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in ALL_RULES if "alert" in rule}
@@ -129,23 +129,26 @@ def test_an_alert_says_what_is_wrong_and_where_to_read_on(alert: str) -> None:
     assert anchor == alert.lower() and anchor in {heading.lower() for heading in headings}
     tested = [
         case["alertname"]
-        for test in yaml.safe_load(UNIT_TESTS.read_text())["tests"]
+        for path in UNIT_TESTS
+        for test in yaml.safe_load(path.read_text())["tests"]
         for case in test["alert_rule_test"]
         if "exp_alerts" in case
     ]
     assert alert in tested, "no unit test sees it fire"
 
 
-@pytest.mark.parametrize("command", [("check", "rules", str(RULES)), ("test", "rules", str(UNIT_TESTS))], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [("check", "rules", str(RULES)), ("test", "rules", *map(str, UNIT_TESTS))], ids=lambda command: command[0]
+)
 def test_promtool_is_content_with_the_rules(command: tuple[str, ...]) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian has it in the package prometheus)")
-    done = subprocess.run([promtool, *command], cwd=UNIT_TESTS.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([promtool, *command], cwd=RULES.parent, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", [RULES, UNIT_TESTS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [RULES, *UNIT_TESTS], ids=lambda path: path.name)
 def test_rules_are_tidy_yaml(path: Path) -> None:
     assert not list(linter.run(path.read_text(), YamlLintConfig((CHART.parent / ".yamllint").read_text())))
 

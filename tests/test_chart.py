@@ -311,7 +311,7 @@ def other(section: str, key: str, value: Any) -> Any:
         return 1 << 21 if "bytes" in key else 1
     if isinstance(value, str):
         return f"{value}x"
-    return {int: lambda: value + 1, float: lambda: value + 1, list: lambda: ["a"], dict: lambda: {"a": 1}}[type(value)]()
+    return {int: lambda: value + 2, float: lambda: value + 1, list: lambda: ["a"], dict: lambda: {"a": 1}}[type(value)]()
 
 
 def fixed(values: dict[str, Any]) -> tuple[str, ...]:
@@ -353,6 +353,7 @@ def test_every_pod_is_restricted(case: str) -> None:
         # A variable such as WEIGHTSYNC_PORT, which Kubernetes sets for a service of that name, is no setting.
         assert spec["enableServiceLinks"] is False
         assert spec["automountServiceAccountToken"] is False
+        assert by_kind(documents({}))["ServiceAccount"]["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in containers(template):

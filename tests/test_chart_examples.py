@@ -35,6 +35,8 @@ def test_on_one_node_every_gpu_has_an_engine_and_room_for_a_rank() -> None:
 def test_on_two_nodes_the_engines_fill_both_and_the_trainer_may_meet_them() -> None:
     replicas, gpus, engine = shape("two-nodes")
     assert (replicas, gpus) == (2, 8) and engine["count"] * engine["tensor_parallel_size"] == 16
+    keepers = EXAMPLES["two-nodes"]["fleet"]["sync"]["retain_engines"]
+    assert keepers > engine["count"] / replicas, "the first engines keep the weights, and may be on one node"
     found = by_kind(documents(EXAMPLES["two-nodes"]))
     policy, trainers = found["NetworkPolicy"]["spec"], EXAMPLES["two-nodes"]["networkPolicy"]["trainers"]
     assert {"from": trainers} in policy["ingress"] and {"to": trainers} in policy["egress"]

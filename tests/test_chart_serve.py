@@ -18,7 +18,12 @@ from tests.fleets import wait_until
 
 RAY = """#!/usr/bin/env bash
 echo "ray $*" >>"$EVENTS"
-[ "$1" = start ] || exit 0
+if [ "$1" != start ]; then
+  [ "$(grep -c health-check "$EVENTS")" -gt 1 ] # the head takes its time
+  exit
+fi
+[ ! -e "$TMPDIR/ray" ] || exit 1
+sleep 0.3
 trap 'echo "node told to end" >>"$EVENTS"; exit 0' TERM
 echo "Ray runtime started."
 while [ ! -e "$TMPDIR/head-gone" ]; do sleep 0.05; done
@@ -38,6 +43,9 @@ class Container:
     def __init__(self, folder: Path) -> None:
         self._folder, self._events = folder, folder / "events"
         self._events.touch()
+        # What a container before this one has left: its session, and a log that says that Ray has started.
+        (folder / "ray").mkdir()
+        (folder / "ray-start.log").write_text("Ray runtime started.")
         programs = folder / "bin"
         programs.mkdir()
         for name, text in (("ray", RAY), ("weightsync", SERVE)):
@@ -99,5 +107,7 @@ def test_the_container_ends_as_a_whole(
     assert ("serve told to end" in events) == told  # it leaves the fleet: `leave_fleet`, in fleet.toml
     assert ("node told to end" in events) == (node == "told to end")
     assert not told or node != "told to end" or events.index("serve told to end") < events.index("node told to end")
-    assert "ray start --address=head:6379 --node-ip-address=10.1.2.3 --num-cpus=0 --num-gpus=0" in events
+    assert events.count("ray health-check --address head:6379") == 2
+    assert "ray start --address=head:6379 --node-ip-address=10.1.2.3 --num-cpus=0 --num-gpus=0 --object-store-memory=100" in events
+    assert events.index("health-check") < events.index("ray start") < events.index("weightsync serve")
     assert "weightsync serve --config /etc/weightsync/fleet.toml --verbose" in events

@@ -16,6 +16,7 @@ import pytest
 from tests.workers import NAMES, Worker, weights, without_vllm
 from weightsync import config
 from weightsync.errors import InternalError, VerdictNotOk
+from weightsync.fleet.carried import Carried
 from weightsync.fleet.engine_actor import EngineActor
 from weightsync.fleet.reports import Inventory
 from weightsync.protocol import EngineState
@@ -32,7 +33,7 @@ class Core:
     alive = True
 
     def __init__(self, *workers: Worker) -> None:
-        self.inventory = Inventory()
+        self.inventory, self.adapter = Inventory(), Carried(SimpleNamespace(add_request=None))
         self.workers, self.stamped, self.running, self.resets, self.ended = workers, -1, True, 0, 0
         self.fail = {"reset": 0, "stamp": 0, "resume": 0}
 
@@ -56,9 +57,10 @@ class Core:
         self._due("reset")
         self.resets += 1
 
-    async def set_version(self, version: int) -> None:
+    async def set_version(self, version: int, adapter: str) -> None:
         self._due("stamp")
         self.stamped = version
+        self.adapter.carry(adapter)
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         assert not self.running or method in ("weightsync_begin", "weightsync_keep", "weightsync_abort", "weightsync_check"), (

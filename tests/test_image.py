@@ -66,6 +66,11 @@ def test_locks_hold_what_the_project_asks_for(name: str, wanted: list[str | list
             assert version and requirement.specifier.contains(version[1]), text
 
 
+def test_the_chart_tells_kuberay_which_ray_the_image_has() -> None:
+    version = re.search(r"==(\S+)", locked("cuda.lock")["ray"])
+    assert version and f'  version: "{version[1]}"\n' in (ROOT / "deploy/helm/weightsync/values.yaml").read_text()
+
+
 def test_the_image_is_the_last_stage_and_holds_no_build_tools() -> None:
     assert list(STAGES) == ["uv", "cpu", "build", "cuda"]
     assert re.search(r"install [^&]*\bgcc\b", STAGES["build"])
@@ -88,6 +93,26 @@ def test_the_image_says_what_it_is_and_whether_it_lives() -> None:
     assert {"title", "description", "licenses", "version", "revision"} == labels
     assert re.search(r"^HEALTHCHECK .*--start-period=30m.*wget .*/livez", STAGES["cuda"], re.MULTILINE)
     assert "wget" in re.search(r"apt-get install ([^&]*)", STAGES["cuda"])[1]  # type: ignore[index]
+
+
+def test_only_what_was_locked_is_installed_and_only_what_was_installed_is_copied() -> None:
+    installs = re.findall(r"uv (?:pip install|build) [^&\n]*", STAGES["build"])
+    assert len(installs) == 3
+    for command in installs:
+        assert "--require-hashes" in command or "--no-deps" in command
+    assert re.findall(r"^COPY (.*)$", STAGES["cuda"], re.MULTILINE) == ["--from=build /opt/weightsync /opt/weightsync"]
+
+
+def test_the_image_serves_to_others_by_itself() -> None:
+    stage = STAGES["cuda"]
+    env = dict(found.split("=", 1) for found in re.search(r"^ENV (.*)$", stage, re.MULTILINE)[1].split())  # type: ignore[index]
+    assert env["PATH"].startswith("/opt/weightsync/bin:") and env["WEIGHTSYNC_API__HOST"] == "0.0.0.0"
+    assert env["CC"] == "/opt/weightsync/lib/triton/cc" and "triton.sh /opt/weightsync" in STAGES["build"]
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "it would compile"
+    assert {"ibverbs-providers", "libibverbs1", "python3"} <= set(re.search(r"apt-get install ([^&]*)", stage)[1].split())  # type: ignore[index]
+    assert 'ENTRYPOINT ["weightsync"]' in stage and 'CMD ["serve"]' in stage and "EXPOSE 8517" in stage
+    assert "--create-home" in stage, "Ray and vLLM write there"
+    assert re.search(r"^FROM nvidia/cuda:\$\{CUDA\}-(base|runtime)-", stage, re.MULTILINE), "no devel: it has compilers"
 
 
 def test_the_demo_is_installed_as_make_does_it() -> None:

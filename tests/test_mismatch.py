@@ -342,7 +342,7 @@ def test_the_alerts_numbers_are_those_of_the_code() -> None:
             ],
         ),
         ([mean(0, 0.3), mean(1, 0.5)], {}, []),
-        ([mean(0, 3.0)], {}, []),
+        ([mean(0, 3.0)], {}, [("WeightsyncFleetMismatch", {"behind": "0"})]),
     ],
 )
 def test_alerts_fire_on_the_engine_that_is_wrong_and_on_no_other(

@@ -267,7 +267,7 @@ def test_an_engine_whose_worker_hangs_answers_its_calls_all_the_same(tmp_path: P
     engine = Engine(tmp_path, workers=1, control_timeout_seconds=0.2)
     monkeypatch.setattr(engine.core, "rpc", never)
 
-    order = {"base_update": "", "request": {"update_id": "u", "timeout_seconds": 1.0}, "restores": "", "hand_on": False}
+    order = {"base_update": "", "request": {"update_id": "u", "timeout_seconds": 1.0, "adapter": "none"}, "restores": "", "hand_on": False}
 
     async def ask() -> list[Any]:
         return [await engine.actor.poll(), await engine.actor.begin(order), await engine.actor.abort("u")]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.fleets import PROMPTS, Fleet, answers, engine_pid, order_fault, wait_until
@@ -60,7 +61,9 @@ def test_metrics_tell_each_engines_own(fleet: Fleet, sync: WeightSync, tensors: 
             assert found[f'weightsync_engine_phase_seconds_sum{{{mine},phase="{phase}"}}'] > 0
         # One of them keeps it for others as well; that one comes back to it from there.
         kept = found[f"weightsync_rollback_bytes{{{mine}}}"] + found[f"weightsync_retained_bytes{{{mine}}}"]
-        assert nbytes <= kept < 2 * nbytes and found[f"weightsync_staging_bytes{{{mine}}}"] == 0
+        assert nbytes <= kept < 2 * nbytes
+        # What is staged on the host next comes to lie where the update before this one did, or in a file that is made then.
+        assert found[f"weightsync_staging_bytes{{{mine}}}"] in (0, kept)
     assert sync.status().engines[0].slots["weight"] == found['weightsync_contract_slots{class="weight",engine="0"}']
 
 
@@ -98,6 +101,24 @@ def test_health_answers_within_a_second_all_through_a_long_update(fleet: Fleet, 
     took = [float(line) for line in printed.split()]
     assert asking.returncode == 0 and report.seconds["total"] > 1
     assert len(took) > 3 and max(took) < 1.0
+
+
+def test_a_worker_sleeps_behind_a_call_and_leaves_its_core_to_others(fleet: Fleet, sync: WeightSync) -> None:
+    workers = [psutil.Process(pid) for pid, command in fleet.processes().items() if "VLLM::Worker" in command]
+    workers = workers or [_worker(engine_pid(fleet, ordinal)) for ordinal in (0, 1)]  # where processes can't name themselves
+    sync.check()
+    before = [sum(worker.cpu_times()[:2]) for worker in workers]
+    time.sleep(1.0)
+    took = [sum(worker.cpu_times()[:2]) - one for worker, one in zip(workers, before, strict=True)]
+    assert len(took) == 2 and max(took) < 0.25, took
+
+
+def _worker(actor: int) -> psutil.Process:
+    """An engine's only worker, by descent."""
+    for _ in range(2):
+        (child,) = [one for one in psutil.Process(actor).children() if "resource_tracker" not in " ".join(one.cmdline())]
+        actor = child.pid
+    return psutil.Process(actor)
 
 
 def test_the_page_is_there_without_the_token(fleet: Fleet, sync: WeightSync) -> None:

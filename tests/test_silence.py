@@ -128,7 +128,12 @@ def test_one_worker_that_hangs_takes_its_engine_out_of_service_by_name_until_it_
 def test_silent_workers_are_told_nothing_but_the_end_of_what_they_were_told_before(tmp_path: Path) -> None:
     async def run() -> None:
         engine = await hanging(tmp_path, control_timeout_seconds=0.2)
-        order = {"base_update": "", "request": {"update_id": "u", "timeout_seconds": 1.0}, "restores": "", "hand_on": False}
+        order = {
+            "base_update": "",
+            "request": {"update_id": "u", "timeout_seconds": 1.0, "adapter": "none"},
+            "restores": "",
+            "hand_on": False,
+        }
         engine.stop()
         began = await answer_of(engine, "begin", order)
         assert began.code == "deadline" and (await engine.status())["state"] == "silent", "by its heartbeat too, from now on"

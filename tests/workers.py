@@ -15,12 +15,12 @@ from torch import nn
 
 from weightsync.client.source import offer
 from weightsync.errors import ApplyFailed, VerdictNotOk
-from weightsync.protocol import BeginOrder, CommunicatorInfo, UpdateRequest
+from weightsync.protocol import Adapter, BeginOrder, CommunicatorInfo, UpdateRequest
 from weightsync.storage.adopt import Adoption
 from weightsync.storage.blocks import Span
 from weightsync.transport import digest
 from weightsync.transport.packing import plan_buckets
-from weightsync.worker import applier, following
+from weightsync.worker import adapting, applier, following
 from weightsync.worker.staging import Whole
 
 Tensors = Mapping[str, torch.Tensor]
@@ -174,28 +174,29 @@ class Worker:
         self.guard: Guard = self.applier._guard  # type: ignore[assignment]
         self.memory: SleepMemory = self.applier._sleep._memory  # type: ignore[assignment]
 
-    def begin(self, tensors: Tensors, scope: tuple[str, ...] = (), base: str | None = None) -> str:
-        """An update whose bytes are there; its id. One with a scope builds on the update that counts, if not told otherwise."""
+    def begin(self, tensors: Tensors, scope: tuple[str, ...] = (), base: str | None = None, adapter: Adapter = Adapter.NONE) -> str:
+        """An update whose bytes are there; its id. A partial one builds on the update that counts, if not told otherwise."""
         self._updates += 1
         Received.arriving = dict(tensors)
         manifest = offer(tensors).manifest
         plan = plan_buckets(manifest, 4096)
         update = f"u{self._updates}"
-        request = UpdateRequest(update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__, scope=scope)
-        builds_on = (self._updates - 1, self.applier._held.counts if base is None else base) if scope else (None, "")
+        about = (update, "t", self._updates, manifest, 4096, plan.hash, 10.0, "gloo", torch.__version__)
+        request = UpdateRequest(*about, scope=scope, adapter=adapter)
+        builds_on = (self._updates - 1, self.applier._held.counts if base is None else base) if request.partial else (None, "")
         meeting = CommunicatorInfo("h", 1, 1, 2, {"0": 1}, "gloo")
         order = BeginOrder(request, meeting, 0, 1, 1.0, "", self._stage, self._retain, *builds_on, plan=False)
         assert self.applier.begin(order).error is None
         return update
 
-    def apply(self, tensors: Tensors, scope: tuple[str, ...] = ()) -> tuple[str, Any]:
-        update = self.begin(tensors, scope)
+    def apply(self, tensors: Tensors, scope: tuple[str, ...] = (), adapter: Adapter = Adapter.NONE) -> tuple[str, Any]:
+        update = self.begin(tensors, scope, adapter=adapter)
         report = self.applier.apply(update)
         return update, report
 
-    def update(self, tensors: Tensors, scope: tuple[str, ...] = ()) -> str:
+    def update(self, tensors: Tensors, scope: tuple[str, ...] = (), adapter: Adapter = Adapter.NONE) -> str:
         """One that the engine commits."""
-        update, report = self.apply(tensors, scope)
+        update, report = self.apply(tensors, scope, adapter)
         assert report.error is None
         assert self.applier.verify(update).state == "verified"
         self.applier.keep(update)
@@ -245,6 +246,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applier, "vllm_compat", fakes)
     monkeypatch.setattr(applier.loading, "vllm_compat", fakes)
     monkeypatch.setattr(following, "vllm_compat", fakes)
+    monkeypatch.setattr(adapting, "vllm_compat", fakes)
     monkeypatch.setattr(applier.guard, "Guard", Guard)
     monkeypatch.setattr(applier, "Receiver", Received)
     monkeypatch.setattr(applier.loadmap, "checkpoint_specs", lambda folder: list(offer(weights(0)).manifest.tensors))

@@ -27,6 +27,7 @@ def follow(
     *,
     every_steps: int = 1,
     dtype: torch.dtype | None = None,
+    adapter_only: bool = False,
     model: Any = None,
     **options: Any,
 ) -> Any:
@@ -36,14 +37,14 @@ def follow(
         url, token, options: of `WeightSync`.
         every_steps: optimizer steps between syncs.
         dtype: cast weights to it on the way, where the trainer holds float32 and the engines' checkpoint does not.
+        adapter_only: send the model's LoRA alone, to engines that take adapters (`sync_weights`).
         model: when given it is synced now, so that one which does not fit the engines is refused before training.
 
     Returns:
         The callback. Its `report` is of the last sync, None in a process that makes no calls.
 
     Raises:
-        WeightSyncError: what to change: nothing answers there, the token is wrong, the fleet has no engine, the tensors are not
-            those of the engines' checkpoint.
+        WeightSyncError: what to change: nothing answers there, a wrong token, no engine, tensors that the engines' checkpoint has not.
     """
     from transformers import TrainerCallback
 
@@ -52,7 +53,7 @@ def follow(
     if not dist.is_initialized() or dist.get_rank() == 0:
         with connect(url, token, **options) as tried:
             if model is not None:
-                bring(tried, model, dtype)
+                bring(tried, model, dtype, adapter_only)
 
     class Follow(TrainerCallback):
         def __init__(self) -> None:
@@ -77,6 +78,6 @@ def follow(
 
         def _bring(self, model: Any) -> None:
             if self._sync is not None:
-                self.report = bring(self._sync, model, dtype)
+                self.report = bring(self._sync, model, dtype, adapter_only)
 
     return Follow()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainer_adapters import peft
 from weightsync import SyncReport, WeightSync, WeightSyncError
-from weightsync.client import Lazy, sharded
+from weightsync.client import Lazy, Lora, lora_of, sharded
 
 CPU = torch.device("cpu")
 _ANEW = "A trainer whose tensors change needs a new connection: make the adapter anew"
@@ -65,14 +65,26 @@ def weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[st
     return made | {name: value for name, value in model.named_buffers() if name in persistent and name not in left_out}
 
 
-def bring(sync: WeightSync, model: torch.nn.Module, dtype: torch.dtype | None = None) -> SyncReport:
+def lora(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Lora:
+    """A model's adapter and the weights below it, to pass to `sync_weights(adapter_only=True)`; arguments as for `weights`.
+
+    Raises:
+        WeightSyncError: it has no LoRA, or one that engines can't be sent alone.
+    """
+    return lora_of(model, lambda value: _as_sent(value, None, dtype))
+
+
+def bring(sync: WeightSync, model: torch.nn.Module, dtype: torch.dtype | None = None, adapter_only: bool = False) -> SyncReport:
     """Sync a model's weights as `weights` gives them.
+
+    Args:
+        adapter_only: its LoRA alone, as `lora` gives it.
 
     Raises:
         WeightSyncError: see `WeightSync.sync_weights`; of a wrong dtype with what to pass to the adapter.
     """
     try:
-        return sync.sync_weights(weights(model, dtype))
+        return sync.sync_weights(lora(model, dtype), adapter_only=True) if adapter_only else sync.sync_weights(weights(model, dtype))
     except WeightSyncError as exc:
         if "wrong dtype" in exc.message:
             exc.hint = "Pass dtype=, that of the engines' checkpoint (dtype=torch.bfloat16), to have weights cast on the way"

@@ -1,7 +1,8 @@
 """Adapters of PEFT merged into what is sent, a layer at a time, while the model stays as it is.
 
-    from trainer_adapters.fleet import weights
+    from trainer_adapters.fleet import lora, weights
     sync.sync_weights(weights(model))          # instead of sync_weights(model), which the engines refuse
+    sync.sync_weights(lora(model), adapter_only=True)     # or the adapter alone, to engines that take one (`client/lora.py`)
 
 A layer's weights are copied and the copy merged by PEFT itself, so that nothing is added to the model's own and taken away again, which
 in bfloat16 would change them a little each time. Memory: one layer more. Modules that are trained as a whole (`modules_to_save`) are

@@ -32,6 +32,8 @@ from weightsync import Generation, SyncReport, WeightSync, WeightSyncError
 
 #: How often a completion is asked for that came from older weights, of an engine that was left out of the sync.
 _TRIES = 8
+#: What TRL's `VLLMGeneration` is told of a trainer's settings.
+_TAKEN = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
 
 
 class FleetClient:
@@ -107,7 +109,14 @@ class FleetClient:
 
 
 def attach(
-    trainer: Any, url: str, token: str, *, dtype: torch.dtype | None = None, concurrency: int = 64, **options: Any
+    trainer: Any,
+    url: str,
+    token: str,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter_only: bool = False,
+    concurrency: int = 64,
+    **options: Any,
 ) -> WeightSync | None:
     """Have a `GRPOTrainer` sync its weights to the fleet and sample from it. Every process of the trainer calls this.
 
@@ -115,6 +124,7 @@ def attach(
         trainer: made with `use_vllm=False`.
         url, token: the service.
         dtype: cast weights to it on the way, where the trainer holds float32 and the engines' checkpoint does not (`torch.bfloat16`).
+        adapter_only: of a `peft_config` the LoRA alone, to engines that take adapters (`sync_weights`).
         concurrency: rollout requests in flight.
         options: of `WeightSync`, such as `timeout_seconds`.
 
@@ -129,11 +139,7 @@ def attach(
 
     if trainer.use_vllm:
         raise WeightSyncError("this trainer was made with use_vllm=True and talks to a vLLM of TRL's", hint="Make it with use_vllm=False")
-    accelerator = trainer.accelerator
-    sharded = trainer._dist.is_fsdp or trainer._dist.is_zero3
-    sync = None
-    if sharded or accelerator.is_main_process:
-        sync = connect(url, token, group=dist.group.WORLD if sharded else None, **options)
+    sync = _connected(trainer, url, token, options)
 
     class FleetGeneration(VLLMGeneration):
         def _init_vllm(self) -> None:
@@ -143,21 +149,18 @@ def attach(
 
         def sync_weights(self) -> None:
             if sync is not None:
-                self.vllm_client.report = bring(sync, self.accelerator.unwrap_model(self.model), dtype)
+                self.vllm_client.report = bring(sync, self.accelerator.unwrap_model(self.model), dtype, adapter_only)
 
     try:
         trainer.vllm_generation = FleetGeneration(
             model=trainer.model,
-            accelerator=accelerator,
+            accelerator=trainer.accelerator,
             processing_class=trainer.processing_class,
             mode="server",
             structured_outputs_regex=trainer.args.vllm_structured_outputs_regex,
             generation_kwargs=trainer.args.generation_kwargs,
             logprobs=0,
-            **{
-                name: getattr(trainer, name)
-                for name in ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
-            },
+            **{name: getattr(trainer, name) for name in _TAKEN},
         )
     except WeightSyncError:
         if sync is not None:
@@ -165,3 +168,11 @@ def attach(
         raise
     trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
     return sync
+
+
+def _connected(trainer: Any, url: str, token: str, options: dict[str, Any]) -> WeightSync | None:
+    """The connection of a process that makes calls: of all where they hold shards, else of the first."""
+    sharded = trainer._dist.is_fsdp or trainer._dist.is_zero3
+    if not (sharded or trainer.accelerator.is_main_process):
+        return None
+    return connect(url, token, group=dist.group.WORLD if sharded else None, **options)

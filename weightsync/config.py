@@ -25,6 +25,8 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from weightsync.errors import ConfigError
 from weightsync.sections import ApiSettings, EngineSettings, RaySettings, SyncSettings
 
+_FLEET = "[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
+
 
 def default_state_dir() -> Path:
     """Where `serve` keeps its state when not told."""
@@ -50,7 +52,7 @@ class Settings(BaseSettings):
     ray: RaySettings = RaySettings()
     log: Literal["plain", "json"] = "plain"
     """What controller and engines write: text, or JSON by the line, then with a line for each phase of an update."""
-    fleet: str = "default"
+    fleet: str = Field(default="default", json_schema_extra={"pattern": f"^{_FLEET}$"})
     """Name of the fleet; Ray's namespace is `weightsync-<fleet>`."""
     state_dir: Path = Field(default_factory=lambda: default_state_dir())
     """Folder where `serve` keeps its token and finds the fleet that an earlier `serve` left."""
@@ -60,7 +62,7 @@ class Settings(BaseSettings):
     @field_validator("fleet")
     @classmethod
     def _fleet_is_a_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?", value):
+        if not re.fullmatch(_FLEET, value):
             raise ValueError("lower-case letters, digits and '-', at most 32")
         return value
 

@@ -5,6 +5,7 @@ Not covered: whether an engine can take them (`worker.admission`).
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import math
@@ -15,6 +16,15 @@ DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
+
+
+class Adapter(enum.StrEnum):
+    """What an update brings of a LoRA adapter: pairs of `PATH.lora_A.weight`, and `PATH.lora_B.weight` times the adapter's scaling."""
+
+    NONE = "none"  # nothing: behind it engines serve without one
+    WITH_BASE = "with_base"  # the adapter, and all of the weights that it lies on
+    ALONE = "alone"  # the adapter, for the weights that engines got with the one before
+
 
 MAX_NAME_LENGTH = 512
 MAX_TENSORS = 1_000_000

@@ -57,6 +57,7 @@ class Retained:
         bucket_bytes, plan_hash: of the bucket plan whose stream the bytes are.
         nbytes: length of the stream.
         data: name of the file that has it; another update's where a partial one was written into it.
+        adapted: an adapter is a part of it.
     """
 
     update_id: str
@@ -66,3 +67,4 @@ class Retained:
     plan_hash: str
     nbytes: int
     data: str
+    adapted: bool = False

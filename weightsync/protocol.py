@@ -18,6 +18,7 @@ from weightsync.checked import WorkerCheck as WorkerCheck
 from weightsync.manifest import DTYPE_BYTES as DTYPE_BYTES
 from weightsync.manifest import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from weightsync.manifest import MAX_TENSORS as MAX_TENSORS
+from weightsync.manifest import Adapter as Adapter
 from weightsync.manifest import Manifest as Manifest
 from weightsync.manifest import TensorSpec as TensorSpec
 from weightsync.mismatch import Mismatch as Mismatch
@@ -33,7 +34,7 @@ from weightsync.report import ContractReport as ContractReport
 from weightsync.report import SlotReport as SlotReport
 
 #: Raised when a message or the wire format changes; both sides must agree.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_PATTERNS = 1_000
 MAX_VERSION = 2**53 - 1  # every JSON reader keeps such an integer exact
@@ -103,7 +104,8 @@ class UpdateRequest:
         allow_nonfinite: take NaN, infinity, and what becomes infinity in the engine's dtype.
         rewind: the version may be the committed one or below it; the fleet goes back to it.
         scope: patterns of checkpoint names that the update is about; everything when empty. The rest stays as it is.
-        base_version: the version that an update with a scope builds on; the fleet's committed one when None.
+        base_version: the version that a partial update builds on; the fleet's committed one when None.
+        adapter: what it brings of a LoRA adapter.
         place: where the trainer's tensors lie; None if it can't hand memory to anybody.
         without: engines that a sending of the same version has lost; this one goes on without them, or is refused.
         socket, secret: the abstract unix socket where workers on its host reach it, and what they must know.
@@ -124,6 +126,7 @@ class UpdateRequest:
     rewind: bool = False
     scope: tuple[str, ...] = ()
     base_version: int | None = None
+    adapter: Adapter = Adapter.NONE
     without: tuple[int, ...] = ()
     place: Place | None = None
     socket: str = ""
@@ -152,10 +155,17 @@ class UpdateRequest:
     def _require_scope(self) -> None:
         if len(self.scope) > MAX_PATTERNS or any(not 1 <= len(pattern) <= MAX_NAME_LENGTH for pattern in self.scope):
             raise ValueError(f"scope: want at most {MAX_PATTERNS} patterns of 1 to {MAX_NAME_LENGTH} characters")
-        if self.base_version is not None and not (self.scope and 0 <= self.base_version <= MAX_VERSION):
-            raise ValueError(f"base_version {self.base_version}: want 0 to {MAX_VERSION}, and only with a scope")
-        if self.scope and self.rewind:
-            raise ValueError("rewind with a scope: going back takes a complete update")
+        if self.base_version is not None and not (self.partial and 0 <= self.base_version <= MAX_VERSION):
+            raise ValueError(f"base_version {self.base_version}: want 0 to {MAX_VERSION}, and only with a scope or an adapter alone")
+        if self.partial and self.rewind:
+            raise ValueError(f"rewind {'with a scope' if self.scope else 'of an adapter alone'}: going back takes a complete update")
+        if self.scope and self.adapter != Adapter.NONE:
+            raise ValueError("an adapter with a scope: it travels alone, or with all of the weights")
+
+    @property
+    def partial(self) -> bool:
+        """Whether it leaves weights as they are, and so builds on an update before it."""
+        return bool(self.scope) or self.adapter == Adapter.ALONE
 
 
 @dataclass(frozen=True)
@@ -202,7 +212,7 @@ class BeginOrder:
         interface: network interface for gloo; torch chooses when empty.
         stage: where bytes wait until all are there: `auto`, `host` or `gpu`; or `none`, when they don't.
         retain: keep the update in host memory when it is committed, to come back to.
-        base_version, base_update: what an engine must hold to take an update with a scope.
+        base_version, base_update: what an engine must hold to take a partial update.
         hand_on, keep_in: keep it in shared memory, for engines that come later; the folder for that, which the engine's actor knows.
         restores: the update whose bytes these are, where an engine hands them on: that one counts in the end.
         rewinds: how often the fleet has gone back before this version.
@@ -334,6 +344,7 @@ class EngineStatus:
         silent_workers: when it is silent, ranks of those that have not answered while others have; empty where that is not known.
         slots: how many its storage contract has, by class; summed over workers, as `memory` is.
         memory: bytes held beside the live weights: `staging`, `rollback` (`WorkerReport.memory`).
+        adapter: name of the one that all its requests go with; empty for none.
     """
 
     engine: int
@@ -355,6 +366,7 @@ class EngineStatus:
     silent_workers: tuple[int, ...] = ()
     slots: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

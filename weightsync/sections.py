@@ -12,6 +12,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
+#: Arguments of vLLM that weightsync sets itself.
+_OURS = ("distributed_executor_backend", "model", "skip_tokenizer_init", "weight_transfer_config", "worker_extension_cls")
+#: What `_extra_leaves_ours` refuses, as JSON schema: for who checks settings before the service reads them.
+_NO_EXTRA: dict[str, Any] = {
+    "patternProperties": {f"^({'|'.join(_OURS)}|nnodes|data_parallel_.*|tensor_parallel_size|pipeline_parallel_size)$": False},
+    "not": {
+        "anyOf": [
+            {"required": ["enable_eplb"], "properties": {"enable_eplb": {"not": {"enum": [False, None]}}}},
+            {"required": ["additional_config"], "properties": {"additional_config": {"type": "object", "required": ["weightsync"]}}},
+        ]
+    },
+}
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -57,7 +70,7 @@ class EngineSettings(_Section):
     """Patterns (`visual.*`) of checkpoint names that an update may leave out, a layer's tensors all or none; they keep their values."""
     unknown_vllm: Literal["refuse", "observe"] = "refuse"
     """A vLLM whose reload was not proved: refuse to start, or start, report what graphs read, and refuse every update."""
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: dict[str, Any] = Field(default_factory=dict, json_schema_extra=_NO_EXTRA)
     """Further arguments of vLLM's AsyncEngineArgs, as they are."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long an engine may take to start."""
@@ -83,8 +96,7 @@ class EngineSettings(_Section):
     @field_validator("extra")
     @classmethod
     def _extra_leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
-        ours = {"worker_extension_cls", "weight_transfer_config", "distributed_executor_backend", "model", "skip_tokenizer_init"}
-        if clash := sorted(ours & set(value)):
+        if clash := sorted(set(_OURS) & set(value)):
             raise ValueError(f"keys other than {', '.join(clash)}, which weightsync sets itself")
         if "weightsync" in (value.get("additional_config") or {}):
             raise ValueError("additional_config without weightsync: that is engine.frozen, engine.strict and engine.unknown_vllm")

@@ -99,6 +99,7 @@ ENGINE: dict[str, Any] = {
     "committed_unix_seconds": 1764500001.8,
     "slots": {"weight": 399, "derived": 13},
     "memory": {"staging": 0, "rollback": 0},
+    "adapter": "",
 }
 
 #: `GET /v1/status`, and what orders answer.

@@ -51,6 +51,7 @@ class Follower:
         part = self._part = _Part(offered)
         admission = decode(Admission, self._hear_until(Kind.ADMITTED, part, None, deadline))
         published = Published(admission, began, deadline)
+        published._model = offered.model
         if not offered.runs:
             published._has_read()
         elif admission.staged:

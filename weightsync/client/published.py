@@ -9,11 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
+from weightsync.client.ranks import Ranks
+from weightsync.client.view import WORD_SECONDS
 from weightsync.errors import Aborted, DeadlineExceeded, TransportFailed, UpdateFailed, WeightSyncError
 from weightsync.protocol import Admission, UpdateStatus
 from weightsync.results import SentAgain, SyncReport
 
-_TICK_SECONDS, _LOOK_SECONDS = 0.5, 0.02
+_TICK_SECONDS, _WATCH_SECONDS, _LOOK_SECONDS = 0.5, 0.5, 0.02
 
 
 class Published:
@@ -28,6 +32,7 @@ class Published:
         self.admission, self.sent_again = admission, sent_again
         self._began, self._deadline = began, deadline  # `time.monotonic()` values
         self._dtypes: dict[str, str] = {}
+        self._model: torch.nn.Module | None = None  # whose adapter it has
         self._go = threading.Event()  # tensors may be read
         self._read = threading.Event()  # every tensor has been read, or never will be
         self._all_read = False
@@ -82,6 +87,33 @@ class Published:
         self._error = self._error or error
         self._read.set()
         self._done.set()
+
+    def _watch(self, until: threading.Event, ended: Callable[..., WeightSyncError | None], ranks: Ranks | None) -> None:
+        """Wait for the sending thread; leave the broadcast when the service has ended the update, or another rank is gone.
+
+        Args:
+            until: what it sets.
+            ended: see `View._ended`.
+            ranks: of a trainer that has several.
+        """
+        while not until.wait(_WATCH_SECONDS):
+            if time.monotonic() > self._deadline:
+                self._cancelled.set()
+                late = DeadlineExceeded("the update was not sent before its deadline", update_id=self.update_id, phase="receive")
+                raise ended(self.update_id, wait=WORD_SECONDS) or late  # the service knows which engine did not answer
+            if (error := ended(self.update_id)) is not None:
+                self._cancelled.set()
+                self._done.wait(5.0)
+                raise self._own_error or error
+            if ranks is not None and not self._read.is_set():
+                ranks.require_all()
+        if self._error is not None:
+            # The service's word says more than a broken broadcast does, unless all it knows is that this side has left.
+            error = ended(self.update_id, wait=WORD_SECONDS) if isinstance(self._error, (TransportFailed, Aborted)) else None
+            if error is None or (isinstance(error, TransportFailed) and self._error.engine is not None):
+                self._error.update_id = self._error.update_id or self.update_id
+                raise self._error
+            raise error from self._error
 
     def _idle(self, until: float) -> bool:
         """Wait until no thread of this sending is in the source any more, or in the caller's progress; False when it still is then."""

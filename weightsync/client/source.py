@@ -99,7 +99,10 @@ class Offer:
         go: called before each run, where other ranks wait to take part; raises when the update has ended.
         most_gathered: bytes of the largest run, as it was read.
         bucket_bytes: unit of broadcast.
+        model: whose adapter it has; None for none.
     """
+
+    model: torch.nn.Module | None = None
 
     def __init__(self, source: TensorSource, specs: Sequence[SourceSpec], manifest: Manifest, device: torch.device, bucket: int) -> None:
         self.manifest, self.device, self.bucket_bytes = manifest, device, bucket

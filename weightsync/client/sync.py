@@ -29,6 +29,7 @@ import torch
 from weightsync.client.again import Again
 from weightsync.client.follower import Follower
 from weightsync.client.joined import Joined
+from weightsync.client.lora import Below
 from weightsync.client.published import Published, failure
 from weightsync.client.ranks import Kind, Ranks
 from weightsync.client.request import request_for
@@ -50,7 +51,7 @@ from weightsync.results import SentAgain, SyncReport
 from weightsync.transport import network
 from weightsync.transport.packing import BucketPlan
 
-_WATCH_SECONDS, _WITHDRAW_SECONDS = 0.5, 5.0
+_WITHDRAW_SECONDS = 5.0
 
 
 class WeightSync(View):
@@ -93,6 +94,7 @@ class WeightSync(View):
         self._tried: Published | None = None  # by the call under way
         self._sending: threading.Thread | None = None
         self._dtypes: dict[str, str] = {}  # as committed last
+        self._below = Below()
         self._device = None if device is None else torch.device(device)
         self._ranks = None if group is None else Ranks(group)
         self._follower = None if self._ranks is None or self._ranks.leads else Follower(self._ranks)
@@ -127,6 +129,7 @@ class WeightSync(View):
         rewind: bool = False,
         scope: Sequence[str] | None = None,
         base_version: int | None = None,
+        adapter_only: bool = False,
     ) -> SyncReport:
         """Bring every engine to these weights: `publish`, then `commit`.
 
@@ -145,7 +148,9 @@ class WeightSync(View):
             rewind: `version` may be the fleet's or below it: a trainer that starts again takes the fleet back.
             scope: patterns (`model.layers.0.*`) of names: these tensors of `source` alone are sent, all that the engine joins in a module
                 (q, k and v) or none, and the rest stays as it is in engines that hold the fleet's version; others need a complete update.
-            base_version: the version that an update with a scope builds on; the fleet's when None, and refused if that is another.
+            base_version: the version that a partial update builds on; the fleet's when None, and refused if that is another.
+            adapter_only: `source` is PEFT's model (or a `Lora`): its LoRA alone is sent, and engines serve with it from then on. The
+                weights below come with the first one, and where engines have lost them. What is sent otherwise takes the adapter's place.
 
         Raises:
             Refused (and its kinds): nothing was changed.
@@ -156,6 +161,7 @@ class WeightSync(View):
         began = time.monotonic()
         deadline = began + (self._timeout if timeout_seconds is None else timeout_seconds)
         options: dict[str, Any] = {"allow_nonfinite": allow_nonfinite, "rewind": rewind, "base_version": base_version}
+        options["adapter_only"] = adapter_only
         again = Again(source, version, deadline, self._http, self._ranks)
         while True:
             self._tried = None
@@ -163,7 +169,8 @@ class WeightSync(View):
                 sending = options | {"version": again.version, "sent": again.sent}
                 return self.commit(self._bring(source, scope, progress, began, deadline, **sending))
             except WeightSyncError as exc:
-                again.after(exc, self._tried)
+                if not (adapter_only and self._below.lost(exc)):
+                    again.after(exc, self._tried)
 
     def publish(
         self,
@@ -176,6 +183,7 @@ class WeightSync(View):
         rewind: bool = False,
         scope: Sequence[str] | None = None,
         base_version: int | None = None,
+        adapter_only: bool = False,
     ) -> Published:
         """Have an update admitted and start sending it. Arguments as in `sync_weights`.
 
@@ -191,17 +199,27 @@ class WeightSync(View):
         began = time.monotonic()
         deadline = began + (self._timeout if timeout_seconds is None else timeout_seconds)
         options: dict[str, Any] = {"version": version, "allow_nonfinite": allow_nonfinite, "rewind": rewind, "base_version": base_version}
-        return self._bring(source, scope, progress, began, deadline, **options)
+        try:
+            return self._bring(source, scope, progress, began, deadline, adapter_only=adapter_only, **options)
+        except WeightSyncError as exc:
+            if adapter_only:
+                self._below.lost(exc)
+            raise
 
     def _bring(
-        self, source: Source, scope: Sequence[str] | None, progress: Progress | None, began: float, deadline: float, **options: Any
+        self, source: Any, scope: Sequence[str] | None, progress: Progress | None, began: float, deadline: float, **options: Any
     ) -> Published:
+        options["scope"] = tuple(scope or ())
+        chosen = self._below.choose(source, options)
+        options |= chosen.about
+
         def make() -> Offer:
             self._require_idle()
             members = None if self._ranks is None else self._ranks.members
-            return offer(source, self._device, members, self._bucket_bytes, scope)
+            made = offer(chosen.source(), self._device, members, self._bucket_bytes, scope)
+            made.model = chosen.model
+            return made
 
-        options["scope"] = tuple(scope or ())
         if self._ranks is None:
             return self._publish(make(), progress, began, deadline, **options)
         offered, deadline = self._ranks.agree("publish", make, lambda made: made.fingerprint, deadline)
@@ -230,7 +248,9 @@ class WeightSync(View):
         agreed, deadline = self._ranks.agree("commit", make, lambda made: made.update_id, deadline)
         if self._follower is not None:
             self._published = None
-            return self._follower.commit(agreed, deadline)
+            report = self._follower.commit(agreed, deadline)
+            self._below.note(agreed._model, report.version)
+            return report
         with self._ranks.telling():
             report = self._commit(agreed)
         with contextlib.suppress(WeightSyncError):  # a rank that is gone changes nothing about what was committed
@@ -264,7 +284,7 @@ class WeightSync(View):
             self._sending = threading.Thread(target=self._send, args=(published, offered, sender), name="weightsync-send", daemon=True)
             self._sending.start()
             if staged and together:
-                self._watch(published, published._read)
+                published._watch(published._read, self._ended, self._ranks)
         except BaseException as exc:  # nobody has it to commit
             self._give_up(published, exc.message if isinstance(exc, WeightSyncError) else repr(exc))
             raise
@@ -294,6 +314,7 @@ class WeightSync(View):
             raise
         self._published = self._tried = published = Published(admission, began, deadline, sent)
         published._seconds["admit"] = time.monotonic() - began - sum(lost.seconds for lost in sent)
+        published._model = offered.model
         published._dtypes = {spec.name: spec.dtype for spec in offered.manifest.tensors}
         return published, plan
 
@@ -301,7 +322,7 @@ class WeightSync(View):
         published._go.set()
         try:
             if published.admission.staged:  # else the bytes go on only when the engines apply them
-                self._watch(published, published._done)
+                published._watch(published._done, self._ended, self._ranks)
             left = max(1.0, published._deadline - time.monotonic())
             start = time.monotonic()
             data = self._http.post(f"/v1/updates/{published.update_id}/commit", {"timeout_seconds": left}, left + WORD_SECONDS)
@@ -350,29 +371,6 @@ class WeightSync(View):
         if self._ranks is not None:
             self._ranks.tell(kind, value, published._deadline)
 
-    def _watch(self, published: Published, until: threading.Event) -> None:
-        """Wait for the sending thread; leave the broadcast when the service has ended the update, or another rank is gone."""
-        while not until.wait(_WATCH_SECONDS):
-            if time.monotonic() > published._deadline:
-                published._cancelled.set()
-                late = DeadlineExceeded("the update was not sent before its deadline", update_id=published.update_id, phase="receive")
-                raise self._ended(published.update_id, wait=WORD_SECONDS) or late  # the service knows which engine did not answer
-            if (ended := self._ended(published.update_id)) is not None:
-                published._cancelled.set()
-                published._done.wait(5.0)
-                raise published._own_error or ended
-            if self._ranks is not None and not published._read.is_set():
-                self._ranks.require_all()
-        if published._error is not None:
-            # The service's word says more than a broken broadcast does, unless all it knows is that this side has left.
-            ended = None
-            if isinstance(published._error, (TransportFailed, Aborted)):
-                ended = self._ended(published.update_id, wait=WORD_SECONDS)
-            if ended is None or (isinstance(ended, TransportFailed) and published._error.engine is not None):
-                published._error.update_id = published._error.update_id or published.update_id
-                raise published._error
-            raise ended from published._error
-
     def _give_up(self, published: Published, reason: str) -> None:
         """Tell the service that this update ends; it may know already."""
         published._cancelled.set()
@@ -394,6 +392,7 @@ class WeightSync(View):
                 raise own
             raise failure(status) from published._error
         self._dtypes |= published._dtypes
+        self._below.note(published._model, status.version)
         self._step = 0
         published._done.wait(CONTROL_SECONDS)  # what was not staged may have its last callback still to run
         return published._report(status)

@@ -31,6 +31,7 @@ from weightsync.errors import EngineDied, InternalError, Refused, UpdateConflict
 from weightsync.fleet import placement, vllm_api
 from weightsync.fleet.adopting import Adopted
 from weightsync.fleet.calls import answers
+from weightsync.fleet.carried import name_of
 from weightsync.fleet.draining import Draining
 from weightsync.fleet.gate import Gate, http_settings
 from weightsync.fleet.handing import Handing
@@ -44,8 +45,9 @@ from weightsync.fleet.salt import versioned
 from weightsync.fleet.scratch import Scratch
 from weightsync.fleet.sleeping import Sleeping
 from weightsync.fleet.telling import Telling
+from weightsync.fleet.told import Told
 from weightsync.fleet.transaction import Transaction
-from weightsync.protocol import EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
+from weightsync.protocol import Adapter, EngineState, EngineStatus, EngineVerdict, Phase, WorkerReport
 from weightsync.transport import network
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         self._reason = "starting"
         self._version: int | None = None
         self._update_id: str | None = None
+        self._adapter = ""  # its name, as it counts
         self._rewinds = 0  # that lie before the version held
         self._highest = -1  # version that this process has served
         self._committed: float | None = None  # when, Unix time
@@ -90,8 +93,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
         self._commits: dict[str, asyncio.Task[EngineVerdict]] = {}
-        #: Of an update: that whose bytes it brings again, whether to keep it, and its deadline.
-        self._told: dict[str, tuple[str, bool, float]] = {}
+        self._told: dict[str, Told] = {}  # by update
         self._sleeping, self._resting = Sleeping(), asyncio.Lock()
         self._draining = Draining(ordinal, self._settings.sync)
         self._liveness = Liveness(self._settings.engine.silence_seconds, self._ask_for_sign, self._silence_changed)
@@ -112,12 +114,13 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         engine = self._engine = await asyncio.to_thread(vllm_api.Engine, self._settings.engine)
         self._engine.check_caches(self._settings.sync.caches)
         await self._engine.make_stages()
-        answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored)
+        answers = await self._engine.rpc("weightsync_describe", self._settings.sync.verify_stored, True)
         reports = [decode(WorkerReport, answer) for answer in answers]
         if (error := failure(reports)) is not None:
             self._state, self._reason = EngineState.QUARANTINED, error.code
             raise error
         require_ranks(reports, self._settings.engine.workers)
+        self._engine.adapter.open(reports)
         if self._settings.sync.rollback == "host":
             kept = sum(report.checks.get("checkpoint_bytes", 0) for report in reports)
             logger.info("engine %d keeps its last update to go back to: %.2f GB of host memory", self._ordinal, kept / 1e9)
@@ -209,6 +212,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
             silent_workers=self._silent_workers,
             slots=dict(inventory.slots),
             memory=dict(inventory.memory),
+            adapter="" if self._version is None else self._adapter,
         )
         return {"status": encode(status), "incarnation": self._incarnation, "started": bool(self._url), "places": self._places}
 
@@ -223,7 +227,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         if order["base_update"] and (self._state, self._update_id) != (EngineState.SERVING, order["base_update"]):
             raise other_base(decode(EngineStatus, self._describe()["status"]), order["base_version"], order["base_update"])
         self._require_answering()
-        self._told = {order["request"]["update_id"]: (order["restores"], order["hand_on"], order["request"]["timeout_seconds"])}
+        self._told = {order["request"]["update_id"]: Told.of(order)}
         self._trace = order.get("traceparent", "")
         return await self._workers_say("weightsync_begin", self._place(order))
 
@@ -263,7 +267,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         self._settled.clear()
         try:
             # A little shorter than the controller waits, which then hears of it in heartbeats.
-            sync, (_, _, seconds) = self._settings.sync, self._told.get(update_id, ("", False, 0.0))
+            sync, seconds = self._settings.sync, self._told.get(update_id, Told()).seconds
             with self._liveness.work(commit_seconds(sync, seconds) - sync.control_timeout_seconds):
                 verdict = await self._commit(update_id, version)
             if verdict.committed:
@@ -292,7 +296,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
             await transaction.bring()
             transaction.phase = Phase.RESUME
             start = time.monotonic()
-            await self._go_on(engine, version)
+            await self._go_on(engine, version, name_of(version, update_id, self._told.get(update_id, Told()).adapter))
             transaction.seconds[Phase.RESUME] = time.monotonic() - start
             with contextlib.suppress(Exception):  # it serves; workers that were not told have nothing to go back to
                 await engine.rpc("weightsync_keep", update_id)
@@ -301,21 +305,22 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
-        restores, keeps, _ = self._told.get(update_id, ("", False, 0.0))
-        self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, restores or update_id
-        if not restores and not keeps:  # another engine keeps this one, and nobody needs the one before
+        told = self._told.get(update_id, Told())
+        self._adapter = name_of(version, update_id, told.adapter)
+        self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, told.restores or update_id
+        if not told.restores and not told.keeps:  # another engine keeps this one, and nobody needs the one before
             self._clear_shelf()
         seconds, checks, ranks = transaction.seconds, transaction.checks, transaction.ranks
         return EngineVerdict(self._ordinal, True, version, self._shown, time.monotonic() - began, seconds, checks, ranks=ranks)
 
-    async def _go_on(self, engine: vllm_api.Engine, version: int) -> None:
+    async def _go_on(self, engine: vllm_api.Engine, version: int, adapter: str) -> None:
         """What follows a verdict that is ok: caches by the policy, then the version, then requests."""
         policy = self._settings.sync.caches
         # Under salt a version is the name of what was cached with it: one that comes again must find nothing.
         if policy == "reset" or (policy == "salt" and version <= self._highest):
             await engine.reset_caches()
         self._highest = max(self._highest, version)
-        await engine.set_version(version)
+        await engine.set_version(version, adapter)
         if not self._draining.paused:
             self._ran = True
             await engine.resume()
@@ -327,8 +332,10 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         error.phase = str(transaction.phase if transaction else Phase.PAUSE)
         logger.error("update failed: %s", error)
         served = before[0] == EngineState.SERVING
-        if transaction is not None and transaction.wrote and served and self._settings.sync.rollback == "host":
-            await self._roll_back(transaction)
+        # The adapter before is always kept; weights are where the settings say so.
+        way_back = self._settings.sync.rollback == "host" or self._told.get(update_id, Told()).adapter == Adapter.ALONE
+        if transaction is not None and transaction.wrote and served and way_back:
+            await self._roll_back(transaction, update_id)
         wrote = transaction is not None and transaction.wrote
         if not wrote and (not served or await self._resumed()):
             self._state, self._reason = before
@@ -354,7 +361,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
             return False
         return True
 
-    async def _roll_back(self, transaction: Transaction) -> None:
+    async def _roll_back(self, transaction: Transaction, update_id: str) -> None:
         try:
             if self._ran:
                 await transaction.pause()
@@ -362,7 +369,9 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
             if self._ran and self._settings.sync.caches != "retain":
                 await self._live().reset_caches()
             if self._version is not None:
-                await self._live().set_version(self._version)
+                # By a name of its own: what was cached by the one before may be of the update that failed.
+                self._adapter = self._adapter and f"weightsync-{self._version}-behind-{update_id[-12:]}"
+                await self._live().set_version(self._version, self._adapter)
             logger.warning("engine %d is back at version %s", self._ordinal, self._version)
         except Exception as exc:
             transaction.wrote = True

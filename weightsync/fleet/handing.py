@@ -21,7 +21,7 @@ from weightsync.config import Settings
 from weightsync.errors import Refused
 from weightsync.fleet import scratch
 from weightsync.fleet.calls import answers
-from weightsync.protocol import CommunicatorInfo, Retained, UpdateRequest
+from weightsync.protocol import Adapter, CommunicatorInfo, Retained, UpdateRequest
 from weightsync.transport.communicator import Communicator
 from weightsync.transport.retained import Folder, Stream
 
@@ -92,6 +92,7 @@ class Handing:
             timeout_seconds=seconds,
             transport="gloo",
             torch_version=str(torch.__version__),  # a class of torch's own, which vLLM's messages don't take
+            adapter=Adapter.WITH_BASE if stream.head.adapted else Adapter.NONE,
             allow_nonfinite=True,  # the update has passed, with whatever its trainer allowed
         )
         plain: dict[str, Any] = await asyncio.to_thread(encode, request)

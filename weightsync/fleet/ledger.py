@@ -267,7 +267,7 @@ class Ledger:
                 update_id=request.update_id,
             )
         update = Update(request, self._able(request), now, rewinds=self.rewinds + back)
-        if request.scope:
+        if request.partial:
             self._build_on_base(update)
         known = {*update.engines, *(verdict.engine for verdict in update.left_out)}
         others = [engine for o, engine in sorted(self.engines.items()) if o not in known and not engine.pinned]
@@ -312,7 +312,7 @@ class Ledger:
         return able
 
     def _build_on_base(self, update: Update) -> None:
-        """Give an update with a scope its base, and leave out engines that hold another.
+        """Give a partial update its base, and leave out engines that hold another.
 
         Raises:
             BaseRefused: the fleet has none, or another than the trainer says; or too few engines hold it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from weightsync.errors import BaseRefused, EngineDied, NoEngineReady, UpdateConflict, WorkersSilent
 from weightsync.protocol import EngineState, EngineStatus, EngineVerdict
 
-WHOLE = "Send a complete update, without a scope"
+WHOLE = "Send a complete update, without a scope; an adapter with the weights that it lies on"
 
 
 def other_base(engine: EngineStatus, version: int | None, update_id: str | None) -> BaseRefused:

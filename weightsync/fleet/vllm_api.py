@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.errors import InternalError, UnsupportedEngine, VerdictNotOk
+from weightsync.fleet.carried import Carried
 from weightsync.fleet.reports import Inventory
 from weightsync.sections import EngineSettings
 
@@ -101,6 +102,7 @@ class Engine:
     Attributes:
         inventory: what its workers have said that they hold.
         stamped: the version that tokens are stamped with; None before the first.
+        adapter: what every request goes with.
     """
 
     stamped: int | None = None
@@ -116,6 +118,7 @@ class Engine:
             distributed_executor_backend="mp",
         )
         self.llm = AsyncLLM.from_engine_args(arguments)
+        self.adapter = Carried(self.llm)
 
     async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call the worker extension on every worker; their answers in order of rank."""
@@ -226,8 +229,9 @@ class Engine:
             return f"the prefix cache ({exc})"
         return "" if done else "the KV connector's cache"
 
-    async def set_version(self, version: int) -> None:
-        """Stamp tokens from now on with this version."""
+    async def set_version(self, version: int, adapter: str) -> None:
+        """Stamp tokens from now on with this version; new requests go with the adapter of this name."""
+        self.adapter.carry(adapter)
         await self.llm.engine_core.set_weight_version_async(str(version))
         self.stamped = version
 

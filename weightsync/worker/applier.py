@@ -35,7 +35,6 @@ from weightsync.errors import (
     Aborted,
     ApplyFailed,
     InternalError,
-    ManifestRefused,
     UnsupportedEngine,
     UpdateConflict,
     WeightSyncError,
@@ -44,6 +43,8 @@ from weightsync.protocol import BeginOrder, TensorSpec, WorkerReport
 from weightsync.storage.adopt import Adoption
 from weightsync.transport.retained import folder_of
 from weightsync.worker import admission, guard, joining, loading, loadmap, vllm_compat
+from weightsync.worker.adapter import Adapters
+from weightsync.worker.adapting import Adapting
 from weightsync.worker.following import Following
 from weightsync.worker.held import Held
 from weightsync.worker.loadmap import LoadMap
@@ -59,7 +60,7 @@ from weightsync.worker.telling import Telling
 logger = logging.getLogger(__name__)
 
 
-class Applier(Telling, Following):
+class Applier(Telling, Following, Adapting):
     """State of one worker between RPCs.
 
     Args:
@@ -80,6 +81,7 @@ class Applier(Telling, Following):
                 hint="Serve a model without them",
             )
         self.model, self.vllm_config, self.device, self.rank = model, vllm_config, device, rank
+        self._adapters = Adapters()
         self._seal = loading.registered_places(model)
         self._runner, self._repaired = runner, Adoption()
         self._lazies = vllm_compat.find_lazies(model, runner)
@@ -131,26 +133,17 @@ class Applier(Telling, Following):
                 self.abort(current.order.request.update_id)
             elif self._held.counts != current.order.brings:
                 self._held.kept = None  # whether the engine holds that one or this one nobody has said
+                self._adapters.settle()
             current.discard()
         self._sleep.require_awake()
         self._held.require_base(order)
-        if order.request.scope and (why := vllm_compat.whole_only(self.model)):
-            raise ManifestRefused(f"no part of this model can be updated by itself: {why}", hint="Send a complete update, without a scope")
-        twin, scope = (lambda: vllm_compat.meta_twin(self.vllm_config)), order.request.scope
-        found = admission.admit(order.request.manifest, self._base, twin, self._tied, self._frozen, scope, self._alone, self._map)
-        heads = admission.tied_heads(found) if self._tied else {}
-        if heads and order.stage == "none":
-            raise ManifestRefused(
-                f"{', '.join(heads)}: this model's output head is its embedding; whether both are equal shows only in staged bytes",
-                hint="Leave it out, or set sync.stage to auto",
-                names=list(heads),
-            )
+        found, heads = self._admitted(order)
         connect, landing = self._joining.begin(order), joining.landing(order, self.device)
         self._held.stop()
         if (folder := folder_of(order, self.rank)) is not None:
             folder.tidy()
         unused = frozenset[int]() if folder else self._unused(found, order.request.manifest.tensors)
-        receiver = Receiver(order, self.rank, self.device, landing, connect, found.loaded_as(), unused, self._regions)
+        receiver = Receiver(order, self.rank, self.device, landing, connect, self._loaded_as(found), unused, self._regions)
         self._map, self._heads, self._receiver = found, heads, receiver
         self._back = None
         self._state, self._error, self._seconds, self._checks = "receiving", None, {}, {}
@@ -227,7 +220,7 @@ class Applier(Telling, Following):
 
     def _plan_key(self, receiver: Receiver) -> str:
         order = receiver.order
-        return receiver.plan.hash if order.plan and order.stage != "none" and not order.request.scope else ""
+        return receiver.plan.hash if order.plan and order.stage != "none" and not (order.request.scope or self._map.adapter) else ""
 
     def _load(self, incoming: Staged | Streamed, plan_key: str = "") -> WeightSyncError | None:
         """Write an update; what stands against it.
@@ -236,8 +229,12 @@ class Applier(Telling, Following):
             plan_key: of updates that are alike, which may be written by a plan (`planned`); none goes the general way.
         """
         counts: dict[str, int] = {"not_kept": len(incoming.unused)} if isinstance(incoming, Staged) else {}
-        self._untouched = False
+        self._untouched = incoming.load_map.adapter_alone
         try:
+            if self._untouched:
+                self._repaired = Adoption()
+                self._bring_adapter(incoming)
+                return None
             left = self._write_planned(plan_key, incoming, counts) if plan_key and isinstance(incoming, Staged) else incoming
             if not self._untouched:
                 loading.load(self.model, self.vllm_config, self._fresh, left, counts)
@@ -268,6 +265,7 @@ class Applier(Telling, Following):
         """The engine says that a verified update counts: its bytes are kept to come back to, or let go of."""
         receiver = self._expect(update_id, "verified")
         order = receiver.order
+        self._adapters.settle()
         if receiver.into is not None:
             incoming = self._incoming(receiver)
             if isinstance(incoming, Staged):
@@ -311,10 +309,10 @@ class Applier(Telling, Following):
         As any update it is verified when every worker has loaded it.
         """
         receiver = self._expect(update_id, "staged", "applied", "failed", "verified")
-        kept = self._held.kept
-        if kept is None:
+        kept = self._incoming(receiver) if self._map.adapter_alone else self._held.kept
+        if not isinstance(kept, Staged):
             raise InternalError("no earlier update is kept in this worker", update_id=update_id, hint="Set sync.rollback to host")
-        if beyond := self._frozen.beyond(kept.load_map):
+        if not kept.load_map.adapter_alone and (beyond := self._frozen.beyond(kept.load_map)):
             raise ApplyFailed(f"the update that is kept left out {', '.join(beyond[:20])}, which this one wrote", names=beyond)
         began = time.monotonic()
         receiver.discard()  # memory for what the load takes
@@ -327,8 +325,10 @@ class Applier(Telling, Following):
     def _proved(self, incoming: Staged | Streamed) -> WeightSyncError | None:
         """What else follows the weights follows; then what stands against them."""
         try:
-            self._follow()
-            error = self._prove()
+            if not incoming.load_map.adapter_alone:
+                self._follow()
+                self._bring_adapter(incoming)  # also where none is: the one before goes, and a capture has emptied the slot
+            error = self._prove() or self._adapter_wrong()
             if error is None and self._stored is not None and isinstance(incoming, Staged):
                 error, counts = self._stored.check(incoming.load_map, incoming.stream([]))
                 self._count(counts)

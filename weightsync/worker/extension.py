@@ -28,14 +28,15 @@ from weightsync.worker.observer import Observer
 # vLLM imports this module in every worker before the model is loaded: no graph is captured unseen.
 census.install()
 tiles.ask()
+vllm_compat.sleep_soon()  # before the worker makes its message queues
 
 
 class WeightSyncExtension:
     """Methods are called by name through `collective_rpc`; all answers are plain data: a `WorkerReport`, or what it names."""
 
-    def weightsync_describe(self, verify_stored: bool = False) -> dict[str, Any]:
+    def weightsync_describe(self, verify_stored: bool = False, carried: bool = False) -> dict[str, Any]:
         """Seal the model's storage and say what this worker is; called once, before the first update."""
-        return self._weightsync_answer(lambda: self._weightsync().describe(verify_stored))
+        return self._weightsync_answer(lambda: self._weightsync().describe(verify_stored, carried))
 
     def weightsync_begin(self, order: dict[str, Any]) -> dict[str, Any]:
         """Admit an update and start the receiving thread."""

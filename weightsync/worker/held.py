@@ -8,7 +8,7 @@ What is kept for other engines is a file (`transport.retained`). Bytes that were
 are copied there by a thread, behind the update; the next update ends it where it still runs.
 
 Not covered: a partial update in another layout than the kept one (experts stacked against one by
-one): nothing is kept then until the next complete update, and a failure ends in quarantine.
+one; an adapter of other layers or another rank): nothing is kept then until the next complete update, and a failure ends in quarantine.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Held:
         Raises:
             BaseRefused: names both.
         """
-        if order.request.scope and (not self.proved or self.proved != order.base_update):
+        if order.request.partial and (not self.proved or self.proved != order.base_update):
             raise BaseRefused(
                 f"the update builds on version {order.base_version} (update {order.base_update}), and this worker holds "
                 + (f"update {self.proved}" if self.proved else "no proved update"),
-                hint="Send a complete update, without a scope",
+                hint="Send a complete update, without a scope; an adapter with the weights that it lies on",
             )
 
     def settle(self, order: BeginOrder, rank: int, incoming: Staged | None) -> None:
@@ -118,7 +118,14 @@ class Held:
                 return
             plan = plan_buckets(staged.manifest, order.request.bucket_bytes)
             head = Retained(
-                order.brings, order.request.version, order.rewinds, plan.bucket_bytes, plan.hash, plan.stream_bytes, staged.file
+                order.brings,
+                order.request.version,
+                order.rewinds,
+                plan.bucket_bytes,
+                plan.hash,
+                plan.stream_bytes,
+                staged.file,
+                adapted=bool(staged.load_map.adapter),
             )
             folder.seal(head, staged.manifest, staged.digests)
             if self.counts == order.brings and not stopped.is_set():
@@ -129,7 +136,7 @@ class Held:
 
 def _merged(kept: Staged | None, part: Staged) -> Staged | None:
     """All of the weights behind a partial update, in the memory of those before it; None where the two don't fit together."""
-    if kept is None:
+    if kept is None or (part.load_map.adapter and part.load_map.adapter != kept.load_map.adapter):  # what it lacks would stay
         return None
     index = {kept.load_map.name(spec.name): number for number, spec in enumerate(kept.manifest.tensors)}
     pairs = []

@@ -69,7 +69,8 @@ class LoadMap:
         touched: source tensors of which a loader did more than look at their shapes and take views.
         unclaimed: what no loader of this worker takes and its checkpoint has not, by the trainer's name, with how to say it: other
             workers of the engine may take it.
-        part: it is of a scope: only layers that it fills are loaded.
+        part: it is of a scope, or an adapter alone: only layers that it fills are loaded.
+        adapter: the trainer's names of tensors that are parts of an adapter, which no loader is given.
         shapes: of parameters before anything is made of them, with their dtype, by path; those that are contiguous.
     """
 
@@ -83,6 +84,7 @@ class LoadMap:
     touched: set[str] = field(default_factory=set)
     unclaimed: dict[str, str] = field(default_factory=dict)
     part: bool = False
+    adapter: frozenset[str] = frozenset()
     shapes: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +102,11 @@ class LoadMap:
     def unused(self, names: Iterable[str]) -> frozenset[int]:
         """Which of the trainer's tensors this worker can do without: other stages' layers, other workers' experts."""
         return frozenset(index for index, raw in enumerate(names) if self.name(raw) not in self.touched)
+
+    @property
+    def adapter_alone(self) -> bool:
+        """Whether no loader is given anything."""
+        return self.part and bool(self.adapter)
 
     @property
     def layers(self) -> frozenset[str]:

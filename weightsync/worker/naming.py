@@ -25,6 +25,12 @@ _PEFT = ("base_model", "model")
 #: PEFT's copy of a module that is trained as a whole, followed by the adapter's name; and what it was copied from.
 _TRAINED, _UNTRAINED = "modules_to_save", "original_module"
 _ADAPTER = "lora_"
+#: vLLM's number of the one adapter that an engine has, and what stands for its path.
+ADAPTER_NUMBER, ADAPTER_PATH = 1 << 20, "weightsync"
+#: What a worker counts when it is asked what it is, where it has a slot for that.
+TAKES = "takes_adapter"
+#: The two halves of an adapted layer, as the last segments of their names.
+HALVES = ("lora_A.weight", "lora_B.weight")
 #: An ending that more of the engine's names share says nothing about a prefix.
 _ALIKE = 8
 _NUMBER = re.compile(r"\d+")
@@ -62,6 +68,12 @@ def canonical(name: str) -> str:
         elif segment not in WRAPPERS:
             kept.append(segment)
     return ".".join((*kept, own))
+
+
+def adapted(name: str) -> tuple[str, str]:
+    """The layer that a part of an adapter belongs to, without wrappers, and which half it is; an empty half for any other part."""
+    path, half = (".".join(part) for part in (name.split(".")[:-2], name.split(".")[-2:]))
+    return (canonical(f"{path}.weight").removesuffix(".weight"), half) if half in HALVES else (name, "")
 
 
 def resolve(offered: Iterable[str], known: Collection[str]) -> Resolved:

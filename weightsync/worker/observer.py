@@ -34,7 +34,7 @@ class Observer:
         self.rank, self._why = rank, why
         self._guard = guard.Guard(model, runner, device, graphs=vllm_compat.captures_graphs(vllm_config))
 
-    def describe(self, verify_stored: bool = False) -> WorkerReport:
+    def describe(self, verify_stored: bool = False, carried: bool = False) -> WorkerReport:
         """What was sealed at the start."""
         return WorkerReport(self.rank, "", "none", seconds=self._guard.sealed.seconds, checks=dict(self._guard.sealed.counts))
 

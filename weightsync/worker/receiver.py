@@ -183,7 +183,7 @@ class Receiver:
     def _take_pages(self, into: staging.Whole) -> None:
         """Have the host's memory there, where bytes go to that: seconds for many gigabytes, in which everybody has met already."""
         # A partial update is taken over into what is kept, when it counts.
-        folder = None if self.order.request.scope else retained.folder_of(self.order, self.rank)
+        folder = None if self.order.request.partial else retained.folder_of(self.order, self.rank)
         if folder is not None and into.device.type == "cpu":
             memory, file = folder.memory(self.order.request.update_id, self.plan.stream_bytes, self._cancelled.is_set)
             self._regions.forget(into.move(memory, folder.path / file))

@@ -80,6 +80,8 @@ class Rereading:
         """An update counts: from now on its tensors are what live storage is compared with; others', of a partial one, stay."""
         sent = {}
         for index, spec in enumerate(manifest.tensors):
+            if spec.name in load_map.adapter:
+                continue
             name = load_map.name(spec.name)
             copies, writes = load_map.copies.get(name, ()), load_map.writes.get(name, ())
             whole = (0, spec.shape, _strides(spec.shape))

@@ -8,8 +8,8 @@ An output head that is the embedding is in a scope with it, or neither is.
 Values that a first run of the model caches are computed anew for all of it, from the weights
 as they are: nobody can tell which of them such a value comes from.
 
-Not covered: a draft model beside the target, and adapters: no update reaches either. A draft
-layer or a merged adapter is a scope like others where the target's own loaders load it.
+Not covered: a draft model beside the target, which no update reaches, and adapters, which travel alone otherwise (`adapter`). A
+draft layer or a merged adapter is a scope like others where the target's own loaders load it.
 """
 
 from __future__ import annotations

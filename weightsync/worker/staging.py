@@ -75,7 +75,7 @@ class Staged:
         """What the model's loader is given, by the engine's names; the trainer's goes into `taken` when it asks for the next."""
         for index, spec in enumerate(self.manifest.tensors):
             name = self.load_map.name(spec.name)
-            if name not in self.skipped and index not in self.unused:
+            if name not in self.skipped and index not in self.unused and spec.name not in self.load_map.adapter:
                 yield name, self.tensor(index)
             taken.append(spec.name)
 

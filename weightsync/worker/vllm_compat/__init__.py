@@ -16,12 +16,15 @@ the model's loading.
     reload.py     one layerwise reload, run as a cold load, with what stock leaves out
     first_run.py  what a model's first run filled in, and a run like it in a live engine
     graphs.py     captured graphs released, and captured anew
+    adapters.py   the slot of the adapter that an engine serves with
     sleeping.py   the memory that a sleep gives back
+    spinning.py   how long a worker's process stays awake behind a call
     vote.py       what the workers of a model decide together
 
 Not covered: layers that `unproved_layers` names: the engine then refuses to start.
 """
 
+from weightsync.worker.vllm_compat.adapters import AdapterSlot, adapter_slot
 from weightsync.worker.vllm_compat.backend import BACKEND
 from weightsync.worker.vllm_compat.blueprint import Blueprint, draw
 from weightsync.worker.vllm_compat.doubles import processed, requantises
@@ -40,6 +43,7 @@ from weightsync.worker.vllm_compat.layers import (
 )
 from weightsync.worker.vllm_compat.reload import Reload, reload_waiting, whole_only
 from weightsync.worker.vllm_compat.sleeping import SleepMemory
+from weightsync.worker.vllm_compat.spinning import sleep_soon
 from weightsync.worker.vllm_compat.twin import cold_load_context, meta_twin
 from weightsync.worker.vllm_compat.versions import PROVED_SOURCES, PROVED_VERSIONS, require_supported, told, vllm_version
 from weightsync.worker.vllm_compat.vote import together
@@ -51,10 +55,12 @@ __all__ = [
     "PROVED_SOURCES",
     "PROVED_VERSIONS",
     "WRITTEN_IN_PLACE",
+    "AdapterSlot",
     "Blueprint",
     "Reload",
     "SleepMemory",
     "absorbing",
+    "adapter_slot",
     "captures_graphs",
     "cold_load_context",
     "draw",
@@ -72,6 +78,7 @@ __all__ = [
     "requantises",
     "require_supported",
     "run_once",
+    "sleep_soon",
     "together",
     "told",
     "unproved_layers",

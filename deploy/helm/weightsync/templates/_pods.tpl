@@ -2,12 +2,13 @@
 {{- define "weightsync.pod" -}}
 {{- $root := index . 0 -}}
 {{- $pod := index . 1 -}}
-serviceAccountName: {{ include "weightsync.serviceAccount" $root }}
+{{- $component := index . 2 -}}
+serviceAccountName: {{ include "weightsync.serviceAccount" $root | quote }}
 automountServiceAccountToken: false
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 # Kubernetes' own variables for a service called weightsync would look like settings, and be refused.
@@ -25,7 +26,7 @@ securityContext:
   seccompProfile:
     type: RuntimeDefault
 {{- with $pod.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $pod.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -33,19 +34,25 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- with $pod.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if $pod.affinity }}
-affinity: {{- toYaml $pod.affinity | nindent 2 }}
-{{- else if $root.Values.hostNetwork }}
+{{- $affinity := deepCopy (default dict $pod.affinity) }}
+{{- if $root.Values.hostNetwork }}
 # Two nodes of Ray take the same ports of a host.
-affinity:
-  podAntiAffinity:
-    requiredDuringSchedulingIgnoredDuringExecution:
-      - topologyKey: kubernetes.io/hostname
-        labelSelector:
-          matchLabels: {{- include "weightsync.selector" $root | nindent 12 }}
+{{- $apart := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "weightsync.selector" $root | fromYaml)) }}
+{{- $anti := default dict $affinity.podAntiAffinity }}
+{{- $required := append (default list $anti.requiredDuringSchedulingIgnoredDuringExecution) $apart }}
+{{- $_ := set $anti "requiredDuringSchedulingIgnoredDuringExecution" $required }}
+{{- $_ := set $affinity "podAntiAffinity" $anti }}
+{{- end }}
+{{- with $affinity }}
+affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $pod.topologySpreadConstraints }}
-topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+# Without a selector a constraint counts no pods at all.
+topologySpreadConstraints:
+{{- $own := set (include "weightsync.selector" $root | fromYaml) "app.kubernetes.io/component" $component }}
+{{- range . }}
+{{- toYaml (list (merge (dict) . (ternary (dict) (dict "labelSelector" (dict "matchLabels" $own)) (hasKey . "labelSelector")))) | nindent 2 }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -69,7 +76,7 @@ securityContext:
 - name: RAY_AUTH_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ include "weightsync.raySecret" $root }}
+      name: {{ include "weightsync.raySecret" $root | quote }}
       key: auth_token
 # As `weightsync serve` sets them where it starts Ray itself.
 - name: RAY_USAGE_STATS_ENABLED
@@ -99,7 +106,7 @@ securityContext:
   mountPath: /dev/shm
 {{- if or .Values.models.existingClaim .Values.models.hostPath }}
 - name: models
-  mountPath: {{ .Values.models.mountPath }}
+  mountPath: {{ .Values.models.mountPath | quote }}
   readOnly: true
 {{- end }}
 {{- end -}}
@@ -118,12 +125,12 @@ securityContext:
 {{- if $models.existingClaim }}
 - name: models
   persistentVolumeClaim:
-    claimName: {{ $models.existingClaim }}
+    claimName: {{ $models.existingClaim | quote }}
     readOnly: true
 {{- else if $models.hostPath }}
 - name: models
   hostPath:
-    path: {{ $models.hostPath }}
+    path: {{ $models.hostPath | quote }}
     type: Directory
 {{- end }}
 {{- end -}}

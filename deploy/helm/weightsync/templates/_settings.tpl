@@ -36,7 +36,7 @@ JSON's scalars are TOML's too.
 {{- else if kindIs "map" $value -}}
 {{- $entries := list -}}
 {{- range $key, $inner := $value -}}
-{{- $entries = append $entries (printf "%s = %s" (toJson $key) (include "weightsync.toml" (list (printf "%s.%s" $path $key) $inner))) -}}
+{{- $entries = append $entries (printf "%s = %s" (include "weightsync.text" $key) (include "weightsync.toml" (list (printf "%s.%s" $path $key) $inner))) -}}
 {{- end -}}
 { {{- join ", " $entries -}} }
 {{- else if kindIs "slice" $value -}}
@@ -46,8 +46,17 @@ JSON's scalars are TOML's too.
 {{- end -}}
 [ {{- join ", " $entries -}} ]
 {{- else -}}
-{{- toJson $value -}}
+{{- include "weightsync.text" $value -}}
 {{- end -}}
+{{- end -}}
+
+{{/* A scalar. DEL and the controls behind it JSON leaves as they are; TOML refuses the one, YAML the others. */}}
+{{- define "weightsync.text" -}}
+{{- $text := toJson . -}}
+{{- range $code := untilStep 127 160 1 -}}
+{{- $text = replace (printf "%c" $code) (printf "\\u%04x" $code) $text -}}
+{{- end -}}
+{{- $text -}}
 {{- end -}}
 
 {{/*
@@ -60,6 +69,6 @@ may be scaled.
 {{- $fixed := dict "fleet" $fleet.fleet "engine" (omit $fleet.engine "count") -}}
 {{- $_ := set $fixed "api" (pick $fleet.api "max_request_bytes") -}}
 {{- $_ := set $fixed "sync" (pick $fleet.sync "caches" "stage" "rollback" "verify_stored" "local" "in_flight" "new_requests") -}}
-{{- $_ := set $fixed "token" (sha256sum (printf "%s/%s/%s" (include "weightsync.tokenSecret" .) (include "weightsync.tokenKey" .) .Values.auth.token)) -}}
+{{- $_ := set $fixed "token" (sha256sum (printf "%s/%s/%s" (include "weightsync.tokenSecret" .) (include "weightsync.tokenKey" .) (default "" .Values.auth.token))) -}}
 {{- toJson $fixed | sha256sum -}}
 {{- end -}}

@@ -20,6 +20,20 @@ in one pod. Refuses what can't be.
 {{- if ge (int $sync.min_available) $count -}}
 {{- fail (printf "fleet.sync.min_available: got %v, want fewer than the %d of fleet.engine.count" $sync.min_available $count) -}}
 {{- end -}}
+{{- range $key, $none := dict "rollback" "off" "verify_stored" false "min_available" 0 -}}
+{{- if and (eq $sync.stage "none") (ne (index $sync $key | toString) (toString $none)) -}}
+{{- fail (printf "fleet.sync.%s: got %v, want %v, as fleet.sync.stage is none: bytes that were not staged are gone" $key (index $sync $key) $none) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $sync.caches "salt") $engine.extra.kv_transfer_config -}}
+{{- fail "fleet.sync.caches: got salt with a kv_transfer_config, want reset or retain: not every connector heeds cache_salt" -}}
+{{- end -}}
+{{- if eq (int $sync.store_port) (int .Values.fleet.api.port) -}}
+{{- fail (printf "fleet.sync.store_port: got %v, want another than fleet.api.port: one pod has both" $sync.store_port) -}}
+{{- end -}}
+{{- if gt (add $engine.port_base $count) 65536 -}}
+{{- fail (printf "fleet.engine.port_base: got %v, want at most %d: there are %d engines" $engine.port_base (sub 65536 $count) $count) -}}
+{{- end -}}
 
 {{- $byCpu := divf (float64 $workers.cpu) (float64 $engine.cpus) | floor | int -}}
 {{- $sharing := 1 -}}
@@ -51,8 +65,21 @@ in one pod. Refuses what can't be.
 {{- end -}}
 {{- $gpus = int $workers.gpus -}}
 {{- end -}}
+{{- $cache := .Values.cache -}}
+{{- if and (gt $replicas 1) $cache.enabled (not $cache.existingClaim) (not (has "ReadWriteMany" $cache.accessModes)) -}}
+{{- fail (printf "cache.accessModes: got %s, want ReadWriteMany: %d worker pods on as many nodes mount the claim" (join ", " $cache.accessModes) $replicas) -}}
+{{- end -}}
 
-{{- $keeping := min (int $sync.retain_engines) $engines -}}
+{{/* Of pods whose GPUs are given, which may come to hold more engines than now: room for all that they can hold. */}}
+{{- $most := $engines -}}
+{{- if not (kindIs "invalid" $workers.gpus) -}}
+{{- if ge $each 1.0 -}}
+{{- $most = divf (float64 $gpus) $each | floor | int -}}
+{{- else if gt $each 0.0 -}}
+{{- $most = mul $gpus $sharing | int -}}
+{{- end -}}
+{{- end -}}
+{{- $keeping := min (int $sync.retain_engines) $most -}}
 {{- if eq $sync.stage "none" -}}
 {{- $keeping = 0 -}}
 {{- end -}}

@@ -4,15 +4,15 @@
 {{- $sizing := index . 1 -}}
 {{- $workers := $root.Values.workers -}}
 {{- $rdma := $workers.rdma -}}
-{{- include "weightsync.pod" (list $root $workers) }}
+{{- include "weightsync.pod" (list $root $workers "worker") }}
 {{- with $workers.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 containers:
   - name: ray-worker
-    image: {{ include "weightsync.image" $root }}
+    image: {{ include "weightsync.image" $root | quote }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-    {{- include "weightsync.containerSecurity" (list $root (ternary (list "IPC_LOCK") list (and $rdma.enabled $rdma.ipcLock))) | nindent 4 }}
+    {{- include "weightsync.containerSecurity" (list $root (ternary list (list "IPC_LOCK") (not (and $rdma.enabled $rdma.ipcLock)))) | nindent 4 }}
     ports:
       - name: metrics
         containerPort: 8080
@@ -52,14 +52,14 @@ volumes:
   - name: cache
     {{- if $root.Values.cache.enabled }}
     persistentVolumeClaim:
-      claimName: {{ default (printf "%s-cache" (include "weightsync.fullname" $root)) $root.Values.cache.existingClaim }}
+      claimName: {{ default (printf "%s-cache" (include "weightsync.fullname" $root)) $root.Values.cache.existingClaim | quote }}
     {{- else }}
     emptyDir: {}
     {{- end }}
   - name: token
     secret:
-      secretName: {{ include "weightsync.tokenSecret" $root }}
+      secretName: {{ include "weightsync.tokenSecret" $root | quote }}
       items:
-        - key: {{ include "weightsync.tokenKey" $root }}
+        - key: {{ include "weightsync.tokenKey" $root | quote }}
           path: token
 {{- end -}}
