@@ -257,6 +257,7 @@ def judged_stock(attempts: Sequence[Attempt]) -> dict[str, Any]:
 def totals(rows: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Over all rows, corruptions of values by the trainer apart: they can't be told from an update."""
     told = [row for row in rows if not row["values"]]
+    shown = [row for row in rows if row["values"] and row["weightsync"]["observed_beyond"] is not None]
     ours, stock = [row["weightsync"] for row in told], [row["stock"] for row in told if row["stock"]]
     return {
         "corruptions": sum(one["seeds"] for one in ours), "harmful": sum(one["seeds"] - one["harmless"] for one in ours),
@@ -264,7 +265,8 @@ def totals(rows: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]]) -> d
         "missed": sum(one["missed"] for one in ours), "wrong_though_repaired": sum(one["wrong_though_repaired"] for one in ours),
         "restarts": sum(one["restarts"] for one in ours),
         "by_the_trainer": sum(row["weightsync"]["seeds"] for row in rows if row["values"]),
-        "by_the_trainer_observed": sum(row["weightsync"]["observed_beyond"] or 0 for row in rows if row["values"]),
+        "by_the_trainer_asked": sum(row["weightsync"]["seeds"] for row in shown),
+        "by_the_trainer_observed": sum(row["weightsync"]["observed_beyond"] for row in shown),
         "stock": {key: sum(one[key] for one in stock) for key in ("seeds", "raised", "silent", "checksum", "rehearsal")},
         "updates_without": sum(one["updates"] for one in clean), "false_alarms": sum(one["false_alarms"] for one in clean),
         "not_right": sum(one["not_right"] for one in clean),
@@ -306,10 +308,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def sentence(found: dict[str, Any]) -> str:
     """What README says of `totals`."""
-    shown = f"of {found['by_the_trainer']} by the trainer's own values `observe` shows {found['by_the_trainer_observed']} as a number"
+    asked, observed = found["by_the_trainer_asked"], found["by_the_trainer_observed"]
+    own = f"of {asked} times that a trainer's own values were wrong `observe` shows {observed}"
     return (
         f"{found['detected']} of {found['harmful']} corruptions that an engine would have served were detected, {found['named']} by the "
-        f"name of what was corrupted; {found['false_alarms']} of {found['updates_without']} updates without one were complained of; {shown}"
+        f"name of what was corrupted; {found['false_alarms']} of {found['updates_without']} updates without one were complained of; {own}"
     )
 
 

@@ -1,6 +1,6 @@
 """What a sync costs as engines, tensors and bytes grow, each by itself: one command, one JSON file, one picture.
 
-    python -m benchmarks.scale [--repeats 7] [--quick]
+    python -m benchmarks.scale [--repeats 3] [--quick]
 
 All processes are on this machine and share its cores, so times are upper bounds. Of two sorts:
 
@@ -11,7 +11,7 @@ All processes are on this machine and share its cores, so times are upper bounds
 `control` is what a whole call takes beyond its broadcast, and beyond loading and its proof: admission, bucket plan, meeting,
 commit, verdicts; `cpu` is what controller, API and trainer used of the cores for one update. From one engine to four
 control may grow by less than the number does (the exponent of a power of it, fitted). From 100 tensors to 20,000 the bytes
-stay the same, and with the bytes the number of tensors does; lines are fitted to both.
+stay the same, and with the bytes the number of tensors does; lines are fitted to both, as to all else by the least of each size.
 
 `python` is what a tensor costs where bytes are few: an update by a plan (`worker.planned`, real planner and guard, on layers of experts as
 `tests.test_planned` has them), and vLLM's layerwise reload of experts of the same number in a real CPU engine, which also packs them.
@@ -56,7 +56,8 @@ _TENSORS, _MEGABYTES, _SMALL = 400, 64, (8, 1)
 #: What a tensor that goes by a plan may cost, microseconds; and how much of what is seen a line must explain.
 GOALS = {"control_exponent": 1.0, "bytes_r2": 0.98, "planned_microseconds": 3.0}
 _SECONDS = 120.0
-_WARM = 2
+#: Before those that are timed; and tensors of all updates of one size, but for the first.
+_WARM, _MOST_TENSORS = 2, 10_000
 
 
 # --- receivers -----------------------------------------------------------------------------------
@@ -75,12 +76,13 @@ def run_receiver(state: dict[str, Any], *given: Any) -> None:
 
 
 def send(state: dict[str, Any], url: str, tensors: int, megabytes: int, repeats: int) -> list[dict[str, float]]:
-    """Updates of so many tensors and bytes, in the trainer's process; seconds by phase of each but the first."""
+    """Updates of so many tensors and bytes, in the trainer's process, few of very many tensors; seconds by phase of each but the first."""
+    repeats = max(1, min(repeats, _MOST_TENSORS // tensors))
     size = max(1, megabytes * 1_000_000 // tensors // 4)
     pool = torch.randn(size + 64)
     made = {f"w{index}": pool[index % 64 :][:size] for index in range(tensors)}
     with WeightSync(url, TOKEN, timeout_seconds=_SECONDS) as sync:
-        return [dict(sync.sync_weights(made).seconds) for _ in range(_WARM + repeats)][_WARM:]
+        return [dict(sync.sync_weights(made).seconds) for _ in range(1 + repeats)][1:]
 
 
 def of_receivers(engines: int, sizes: Sequence[tuple[int, int]], repeats: int) -> list[Row]:
@@ -94,7 +96,7 @@ def of_receivers(engines: int, sizes: Sequence[tuple[int, int]], repeats: int) -
             for tensors, megabytes in sizes:
                 before = _used(fleet)
                 phases = trainer.call(send, fleet.url, tensors, megabytes, repeats, seconds=_SECONDS * repeats)
-                used = {role: round((after - before[role]) / (_WARM + repeats), 5) for role, after in _used(fleet).items()}
+                used = {role: round((after - before[role]) / (1 + len(phases)), 5) for role, after in _used(fleet).items()}
                 about = {"sort": "receivers", "engines": engines, "tensors": tensors, "bytes": megabytes * 1_000_000}
                 rows.append({**about, **summed(phases), "cpu": used})
             return rows
@@ -265,7 +267,7 @@ def plane(points: Sequence[tuple[float, float, float]]) -> dict[str, float]:
 
 
 def fitted(rows: Sequence[Row], python: Row) -> Row:
-    """What grows how, and which goals were reached."""
+    """What grows how, and which goals were reached; by the least of each size, in which what else the machine does has the least say."""
     small = [row for row in rows if (row["tensors"], row["bytes"]) == (_SMALL[0], _SMALL[1] * 1_000_000) and row["sort"] == "receivers"]
     real = [row for row in rows if row["sort"] == "engines"]
     one = [row for row in rows if row["sort"] == "receivers" and row["engines"] == 1]
@@ -273,10 +275,10 @@ def fitted(rows: Sequence[Row], python: Row) -> Row:
     nbytes = [row for row in one if row["tensors"] == _TENSORS]
     found: Row = {
         "controller_cpu": plane([(row["engines"], row["tensors"], row["cpu"]["controller"]) for row in rows if "cpu" in row]),
-        "control_exponent": exponent([row["engines"] for row in small], [row["control"]["median"] for row in small]),
-        "control_exponent_engines": exponent([row["engines"] for row in real], [row["control"]["median"] for row in real]),
-        "by_tensors": line([row["tensors"] for row in tensors], [row["total"]["median"] for row in tensors]),
-        "by_bytes": line([row["bytes"] for row in nbytes], [row["total"]["median"] for row in nbytes]),
+        "control_exponent": exponent([row["engines"] for row in small], [row["control"]["least"] for row in small]),
+        "control_exponent_engines": exponent([row["engines"] for row in real], [row["control"]["least"] for row in real]),
+        "by_tensors": line([row["tensors"] for row in tensors], [row["total"]["least"] for row in tensors]),
+        "by_bytes": line([row["bytes"] for row in nbytes], [row["total"]["least"] for row in nbytes]),
     }
     found["microseconds_per_tensor"] = round(found["by_tensors"]["slope"] * 1e6, 1)
     found["seconds_per_gigabyte"] = round(found["by_bytes"]["slope"] * 1e9, 3)
@@ -306,7 +308,7 @@ def table(rows: Sequence[Row], found: Row, python: Row) -> str:
 def sentence(result: Row) -> str:
     """What README says of a file of results."""
     found, python = result["fits"], result["python"]
-    small = [row["control"]["median"] * 1e3 for row in result["rows"] if row["sort"] == "receivers" and row["tensors"] == _SMALL[0]]
+    small = [row["control"]["least"] * 1e3 for row in result["rows"] if row["sort"] == "receivers" and row["tensors"] == _SMALL[0]]
     plan, reload = (python[name]["median"] for name in ("planned", "layerwise"))
     return (
         f"a call's control takes {small[0]:.0f} ms with one engine and {small[-1]:.0f} with {ENGINES[-1]} "
@@ -326,8 +328,8 @@ def draw(rows: Sequence[Row], found: Row, python: Row, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 4, figsize=(17, 4), layout="constrained")
     small = [row for row in rows if row["tensors"] == _SMALL[0]]
     for sort, some in (("receivers", small), ("engines", [row for row in rows if row["sort"] == "engines"])):
-        axes[0].plot([row["engines"] for row in some], [row["control"]["median"] * 1e3 for row in some], marker="o", label=sort)
-    axes[0].plot(ENGINES, [small[0]["control"]["median"] * 1e3 * count for count in ENGINES], "k:", label="linear")
+        axes[0].plot([row["engines"] for row in some], [row["control"]["least"] * 1e3 for row in some], marker="o", label=sort)
+    axes[0].plot(ENGINES, [small[0]["control"]["least"] * 1e3 * count for count in ENGINES], "k:", label="linear")
     axes[0].set(title=f"Control, receivers: power {found['control_exponent']}", xlabel="engines", ylabel="ms", ylim=(0, None))
     axes[0].legend()
     one = [row for row in rows if row["sort"] == "receivers" and row["engines"] == 1 and row not in small]
@@ -336,8 +338,8 @@ def draw(rows: Sequence[Row], found: Row, python: Row, path: Path) -> None:
         some = sorted((row for row in one if row[of] == same), key=lambda row: float(row[key]))
         scale = 1.0 if key == "tensors" else 1e6
         xs, fit = [row[key] for row in some], found[f"by_{key}"]
-        axis.plot([x / scale for x in xs], [row["total"]["median"] for row in some], marker="o", label="whole call")
-        axis.plot([x / scale for x in xs], [row["control"]["median"] for row in some], marker=".", label="control")
+        axis.plot([x / scale for x in xs], [row["total"]["least"] for row in some], marker="o", label="whole call")
+        axis.plot([x / scale for x in xs], [row["control"]["least"] for row in some], marker=".", label="control")
         axis.plot([x / scale for x in xs], [fit["intercept"] + fit["slope"] * x for x in xs], "k:", label=f"line, r² {fit['r2']}")
         axis.set(xlabel=key if key == "tensors" else "MB", ylabel="s", ylim=(0, None))
         axis.legend()
@@ -371,7 +373,7 @@ def measure(given: argparse.Namespace, folder: Path) -> tuple[list[Row], Row]:
 def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Of the command line; this process's own when None."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="few sizes, receivers alone, and nothing is written")
     told = parser.parse_args(given)
     told.engines, told.tensors, told.megabytes, told.real = ENGINES, TENSORS, MEGABYTES, (1, 2)

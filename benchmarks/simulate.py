@@ -15,8 +15,8 @@ Assumptions:
 2. NCCL's trees go over all workers at the rate of the slowest link, and each bucket costs one more step (`HOP`) for each level of a
    binary tree. A card of 400 Gb/s gives 50 GB/s, of which that share is used which NCCL reached of a bare broadcast on NVLink;
    eight cards give eight times as much, up to NVLink's rate, if NCCL spreads one sender over all cards of its host.
-3. The controller's work for engines and tensors is done one after the other, by one process as fast as here. Nothing else grows
-   with engines.
+3. The controller's work for engines and tensors is done one after the other, by one process as fast as here, where a line of JSON
+   stands for a call of Ray's. Nothing else grows with engines.
 4. Weights are spread evenly over an engine's GPUs, and staged beside themselves: an engine has as many GPUs (a power of two, of 141 GB)
    as hold both in 90 % of them. All apply their parts at the same time. The service takes engines of one host today, eight
    GPUs at most: `within_a_host` says who needs more.
