@@ -220,8 +220,8 @@ def test_a_pod_takes_so_much_of_its_nodes_disk_and_no_more(kind: str) -> None:
     (resources, folders), (free, anywhere) = disk(77), disk(0)
     assert {part["ephemeral-storage"] for part in resources.values()} == {"77Gi"} and len(resources) == 2
     extra = {"workers": {"cache"}, "api": {"state"}}.get(kind, set())
-    assert folders == dict.fromkeys({"tmp", "home"} | extra, {"sizeLimit": "77Gi"})
-    assert "ephemeral-storage" not in str(free) and anywhere == dict.fromkeys(folders, {})
+    assert folders == {key: {"sizeLimit": "77Gi"} for key in {"tmp", "home"} | extra}
+    assert "ephemeral-storage" not in str(free) and anywhere == {key: {} for key in folders}
 
 
 def test_gpus_of_another_kind_are_asked_for_by_their_name() -> None:

@@ -205,7 +205,10 @@ def test_what_only_vllm_can_judge_passes(extra: dict[str, Any], tmp_path: Path) 
         ({"fleet": {"sync": {"caches": "salt"}, "engine": {"extra": {"kv_transfer_config": {"a": 1}}}}}, "fleet.sync.caches: got salt"),
         ({"fleet": {"api": {"port": 8518}}}, "fleet.sync.store_port: got 8518"),
         ({"fleet": {"engine": {"port_base": 64990, "count": 1000}}}, "fleet.engine.port_base: got 64990"),
-        ({"fleet": {"engine": {"port_base": 9999, "count": 4}}}, "fleet.engine.port_base: got 9999 for 4 engine(s), want ports without 10002"),
+        (
+            {"fleet": {"engine": {"port_base": 9999, "count": 4}}},
+            "fleet.engine.port_base: got 9999 for 4 engine(s), want ports without 10002",
+        ),
         ({"fleet": {"engine": {"port_base": 19999}}}, "fleet.engine.port_base: got 19999 for 1 engine(s), want ports without 10002"),
         ({"fleet": {"engine": {"port_base": 8079, "count": 2}}}, "fleet.engine.port_base: got 8079"),
         ({"fleet": {"engine": {"count": 9}}, "cache": {"accessModes": ["ReadWriteOnce"]}}, "cache.accessModes: got ReadWriteOnce"),
@@ -305,7 +308,10 @@ def test_the_notes_say_who_is_not_let_in() -> None:
         ({"fleet": {"sync": {"require": 2}}}, "fleet.sync.require is 2 and fleet.engine.count 1"),
         ({"fleet": {"api": {"min_ready": 2}}}, "fleet.api.min_ready is 2 and fleet.engine.count 1"),
         ({}, "neither models.existingClaim nor models.hostPath is given: /models/policy must be in the image"),
-        ({"models": {"hostPath": "/srv", "mountPath": "/model"}}, "fleet.engine.model is /models/policy, which is not in models.mountPath (/model)"),
+        (
+            {"models": {"hostPath": "/srv", "mountPath": "/model"}},
+            "fleet.engine.model is /models/policy, which is not in models.mountPath (/model)",
+        ),
     ],
 )
 def test_the_notes_warn_of_what_can_be_right_and_seldom_is(values: dict[str, Any], said: str) -> None:
