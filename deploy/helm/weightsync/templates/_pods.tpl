@@ -120,7 +120,7 @@ ephemeral-storage: {{ int64 . }}Gi
 
 {{/* A folder on the node's disk. Args: GiB, any size when 0. */}}
 {{- define "weightsync.scratch" -}}
-emptyDir: {{ if . }}{ sizeLimit: {{ int64 . }}Gi }{{ else }}{}{{ end }}
+emptyDir: {{ if . }}{sizeLimit: {{ int64 . }}Gi}{{ else }}{}{{ end }}
 {{- end -}}
 
 {{/* Args: root, size of /dev/shm, the pod's values. */}}
