@@ -278,19 +278,22 @@ def test_the_loop_finds_the_largest_magnitude_that_operations_find(dtype: str | 
     assert found[0] == found[1] == found[2] and (dtype is None or found[0][1])
 
 
-def test_only_long_runs_at_addresses_of_words_take_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_at_an_address_of_words_has_the_loop_made(monkeypatch: pytest.MonkeyPatch) -> None:
     long, seen = digest._COMPILED_BYTES, list[int]()
     monkeypatch.setattr(digest, "_by_loop", lambda run, sums: seen.append(run[0].numel()))
     digest._loop_runs.cache_clear()
     assert not digest._loop_runs(), "which sums nothing here"
-    monkeypatch.setattr(digest, "_loop_runs", lambda: True)
+    there = functools.cache(lambda: True)
+    monkeypatch.setattr(digest, "_loop_runs", there)
     seen.clear()
     data = torch.ones(long + 16, dtype=torch.uint8)
-    for run in (data[: long - 1], data[8 : long + 8], data[1 : long + 1]):
+    digest_bytes(data[: long - 1])
+    assert not seen and not there.cache_info().currsize
+    for run in (data[1 : long + 1], data[8 : long + 8], data[8:16]):  # a short one takes it once it is there
         digest_bytes(run)
     batch = digest.Batch(1, torch.device("cpu"))
     batch.add(data[:long], into=torch.empty(long + 1, dtype=torch.uint8)[1:])
-    assert seen == [long]
+    assert seen == [long, 8]
 
 
 def test_without_numba_a_line_says_so_and_operations_do_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: Words per coefficient block. 512 KiB of words stay in a core's own cache.
 BLOCK = 1 << 16
-#: Bytes of a run from which on a CPU takes the compiled loop, for which Numba has to be imported and to compile: a second or two.
+#: Bytes of a run that has the compiled loop made, for which Numba has to be imported and to compile: a second or two. Then all take it.
 _COMPILED_BYTES = 1 << 20
 #: Blocks that torch operations on a CUDA device take at once: 32 MiB, for there a launch costs more than memory.
 _CUDA_BLOCKS = 64
@@ -204,8 +204,8 @@ def _by_kernel(runs: list[_Run], sums: torch.Tensor) -> None:
 
 def _on_cpu(runs: list[_Run], sums: torch.Tensor) -> None:
     for run in runs:
-        long = run[0].numel() >= _COMPILED_BYTES
-        if long and _aligned(run[0]) and (run[4] is None or _aligned(run[4])) and _loop_runs():
+        worth_it = run[0].numel() >= _COMPILED_BYTES or _loop_runs.cache_info().currsize  # it is there already
+        if worth_it and _aligned(run[0]) and (run[4] is None or _aligned(run[4])) and _loop_runs():
             _by_loop(run, sums)
         else:
             _by_operations(_dots, 1, [run], sums)
