@@ -94,6 +94,8 @@ class Pod(Strict):
     """Further annotations."""
     env: list[EnvVar] = []  # type: ignore[valid-type]
     """Further variables, such as NCCL_SOCKET_IFNAME."""
+    ephemeralGiB: int = Field(default=10, ge=0)
+    """Disk of the node for logs, /tmp and the home, GiB, request and limit: a pod that takes more is evicted. 0 sets neither."""
 
 
 class Api(Pod):
@@ -155,6 +157,9 @@ class Workers(Pod):
     memoryGiB: int = Field(default=128, ge=1)
     """Memory of a pod's processes, GiB; what /dev/shm may hold comes on top. Updates staged on the host take a copy of the weights for each
     engine, as does fleet.sync.rollback=host."""
+    ephemeralGiB: int = Field(default=40, ge=0)
+    """Disk of the node for logs, /tmp and the home, GiB, request and limit: a pod that takes more is evicted. Without cache.enabled what
+    engines compile lies there, too. 0 sets neither."""
     weightsGiB: int = Field(default=16, ge=1)
     """One copy of the weights as the trainer sends them, GiB, rounded up: engines keep two in /dev/shm during an update."""
     ncclShmGiB: int = Field(default=1, ge=1)

@@ -3,7 +3,8 @@
     python scripts/dashboard.py           # write it
     python scripts/dashboard.py --check   # exit code 1 when it is not up to date
 
-Rows and panels are what `ROWS` says; places on the grid follow from it. `$job` is a fleet as Prometheus scrapes it.
+Rows and panels are what `ROWS` says; places on the grid follow from it. `$job` is a fleet as Prometheus scrapes it; fleets of one
+name in several namespaces are told apart by `$namespace`, which what is scraped outside of Kubernetes need not have.
 
 Not covered: Ray's own dashboards and vLLM's, which both projects ship.
 """
@@ -47,7 +48,7 @@ class Panel:
 
 def of(metric: str, more: str = "") -> str:
     """A metric of the chosen fleets."""
-    matchers = ", ".join(filter(None, ('job=~"$job"', more)))
+    matchers = ", ".join(filter(None, ('namespace=~"$namespace"', 'job=~"$job"', more)))
     return f"weightsync_{metric}{{{matchers}}}"
 
 
@@ -261,13 +262,15 @@ def dashboard() -> dict[str, Any]:
 def _variables() -> list[dict[str, Any]]:
     def labels(name: str, metric: str, about: str) -> dict[str, Any]:
         query = {"query": f"label_values({metric}, {name})", "refId": name}
-        every = {"multi": True, "includeAll": True, "current": {"text": "All", "value": "$__all"}}
+        # `.*`, not the values that there are: it also takes series without the label.
+        every = {"multi": True, "includeAll": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
         return {"name": name, "label": about, "type": "query", "datasource": SOURCE, "query": query, "refresh": 2, "sort": 1, **every}
 
     return [
         {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
-        labels("job", "weightsync_build_info", "Fleet"),
-        labels("phase", "weightsync_update_phase_seconds_count", "Phase"),
+        labels("namespace", "weightsync_build_info", "Namespace"),
+        labels("job", 'weightsync_build_info{namespace=~"$namespace"}', "Fleet"),
+        labels("phase", of("update_phase_seconds_count"), "Phase"),
     ]
 
 

@@ -30,7 +30,7 @@ DASHBOARD: dict[str, Any] = json.loads((CHART / "files/dashboard.json").read_tex
 ALL_RULES: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in ALL_RULES if "alert" in rule}
 #: What Prometheus adds to what it scrapes.
-TARGET = {"job", "instance", "le"}
+TARGET = {"namespace", "job", "instance", "le"}
 
 
 def metrics() -> dict[str, set[str]]:
@@ -107,6 +107,17 @@ def test_every_metric_has_a_panel() -> None:
 def test_the_dashboard_is_what_its_script_writes() -> None:
     done = subprocess.run([sys.executable, "scripts/dashboard.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_fleets_of_one_name_in_two_namespaces_are_told_apart_and_no_namespace_is_needed() -> None:
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "job", "phase"]
+    assert variables["namespace"]["allValue"] == ".*", "a series without the label has an empty one"
+    for name in ("job", "phase"):
+        assert 'namespace=~"$namespace"' in variables[name]["query"]["query"]
+    for who, texts in queries().items():
+        for selector in (found for text in texts if who.startswith("panel") for found in selectors(promql.parse(text))):
+            assert {"namespace", "job"} <= {matcher.name for matcher in selector.matchers.matchers}, who
 
 
 def test_panels_do_not_lie_on_each_other() -> None:

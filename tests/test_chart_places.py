@@ -135,13 +135,13 @@ def env(template: dict[str, Any]) -> dict[str, Any]:
 def test_what_ray_engines_and_the_service_write_can_be_written() -> None:
     head, worker, api = pods(documents({"models": {"existingClaim": "models"}}))
     toml = tomllib.loads(by_kind(documents({}))["ConfigMap"]["data"]["fleet.toml"])
-    for template in (head, worker, api):
+    for template, size in ((head, "10Gi"), (worker, "40Gi"), (api, "10Gi")):
         # Ray's sessions and everybody's configuration; what is said to be in memory is.
-        assert written(template, "/tmp/ray") == {"name": "tmp", "emptyDir": {}}
-        assert written(template, env(template)["HOME"]) == {"name": "home", "emptyDir": {}}
+        assert written(template, "/tmp/ray") == {"name": "tmp", "emptyDir": {"sizeLimit": size}}
+        assert written(template, env(template)["HOME"]) == {"name": "home", "emptyDir": {"sizeLimit": size}}
         assert written(template, "/dev/shm")["emptyDir"]["medium"] == "Memory"
         assert mounts(template)["/models"][1] is False
-    assert written(api, toml["state_dir"]) == {"name": "state", "emptyDir": {}}
+    assert written(api, toml["state_dir"]) == {"name": "state", "emptyDir": {"sizeLimit": "10Gi"}}
     assert written(worker, toml["sync"]["retain_folder"])["emptyDir"]["medium"] == "Memory"
     compiled = {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH"}
     for name in compiled:
@@ -207,6 +207,21 @@ def test_ray_is_found_and_scraped_at_the_ports_that_it_listens_on() -> None:
     params = found["RayCluster"]["spec"]["workerGroupSpecs"][0]["rayStartParams"]
     assert params["num-cpus"] == containers(worker)[0]["resources"]["limits"]["cpu"] == "32"
     assert found["RayCluster"]["spec"]["upgradeStrategy"] == {"type": "Recreate"}
+
+
+@pytest.mark.parametrize("kind", ["head", "workers", "api"])
+def test_a_pod_takes_so_much_of_its_nodes_disk_and_no_more(kind: str) -> None:
+    def disk(gib: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        template = pods(documents({kind: {"ephemeralGiB": gib}, "cache": {"enabled": False}}))[("head", "workers", "api").index(kind)]
+        folders = {volume["name"]: volume["emptyDir"] for volume in template["spec"]["volumes"] if "emptyDir" in volume}
+        assert folders.pop("shm")["medium"] == "Memory"
+        return containers(template)[0]["resources"], folders
+
+    (resources, folders), (free, anywhere) = disk(77), disk(0)
+    assert {part["ephemeral-storage"] for part in resources.values()} == {"77Gi"} and len(resources) == 2
+    extra = {"workers": {"cache"}, "api": {"state"}}.get(kind, set())
+    assert folders == {key: {"sizeLimit": "77Gi"} for key in {"tmp", "home"} | extra}
+    assert "ephemeral-storage" not in str(free) and anywhere == {key: {} for key in folders}
 
 
 def test_gpus_of_another_kind_are_asked_for_by_their_name() -> None:

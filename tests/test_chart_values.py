@@ -205,6 +205,12 @@ def test_what_only_vllm_can_judge_passes(extra: dict[str, Any], tmp_path: Path) 
         ({"fleet": {"sync": {"caches": "salt"}, "engine": {"extra": {"kv_transfer_config": {"a": 1}}}}}, "fleet.sync.caches: got salt"),
         ({"fleet": {"api": {"port": 8518}}}, "fleet.sync.store_port: got 8518"),
         ({"fleet": {"engine": {"port_base": 64990, "count": 1000}}}, "fleet.engine.port_base: got 64990"),
+        (
+            {"fleet": {"engine": {"port_base": 9999, "count": 4}}},
+            "fleet.engine.port_base: got 9999 for 4 engine(s), want ports without 10002",
+        ),
+        ({"fleet": {"engine": {"port_base": 19999}}}, "fleet.engine.port_base: got 19999 for 1 engine(s), want ports without 10002"),
+        ({"fleet": {"engine": {"port_base": 8079, "count": 2}}}, "fleet.engine.port_base: got 8079"),
         ({"fleet": {"engine": {"count": 9}}, "cache": {"accessModes": ["ReadWriteOnce"]}}, "cache.accessModes: got ReadWriteOnce"),
     ],
 )
@@ -212,6 +218,11 @@ def test_values_that_could_not_work_together_are_refused(values: dict[str, Any],
     with pytest.raises(HelmRenderError) as caught:
         rendered(values)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("base", "count"), [(9999, 3), (20000, 8), (8081, 1), (8072, 8)])
+def test_ports_beside_those_that_ray_takes_are_the_engines(base: int, count: int) -> None:
+    assert documents({"fleet": {"engine": {"port_base": base, "count": count}}})
 
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -289,6 +300,28 @@ def test_the_notes_say_who_is_not_let_in() -> None:
     for values in ({"networkPolicy": who}, {"networkPolicy": {"enabled": False}}):
         assert "networkPolicy" not in notes(merged(values, {"metrics": {"serviceMonitor": {"enabled": True}}}))
     assert "networkPolicy.monitoring" not in notes({})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"fleet": {"sync": {"require": 2}}}, "fleet.sync.require is 2 and fleet.engine.count 1"),
+        ({"fleet": {"api": {"min_ready": 2}}}, "fleet.api.min_ready is 2 and fleet.engine.count 1"),
+        ({}, "neither models.existingClaim nor models.hostPath is given: /models/policy must be in the image"),
+        (
+            {"models": {"hostPath": "/srv", "mountPath": "/model"}},
+            "fleet.engine.model is /models/policy, which is not in models.mountPath (/model)",
+        ),
+    ],
+)
+def test_the_notes_warn_of_what_can_be_right_and_seldom_is(values: dict[str, Any], said: str) -> None:
+    right = {"fleet": {"engine": {"count": 2}, "sync": {"require": 2}, "api": {"min_ready": 2}}, "models": {"existingClaim": "models"}}
+    assert f"WARNING: {said}" in " ".join(notes(values).split()) and "WARNING" not in notes(right)
+
+
+def test_the_notes_say_how_to_ask_what_is_served_at_whatever_port() -> None:
+    assert "exec deploy/rl-weightsync -- weightsync status\n" in notes({})
+    assert "weightsync status --url http://127.0.0.1:9000\n" in notes({"fleet": {"api": {"port": 9000}}})
 
 
 def test_the_notes_find_the_token_under_any_key() -> None:

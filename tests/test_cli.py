@@ -257,3 +257,23 @@ def test_a_script_learns_from_the_exit_code_that_the_service_cannot_be_asked(fil
     assert cli.main(["status", "--url", "http://127.0.0.1:9", "--token-file", files[1] + "-none"]) == 2
     for wrong in ("0", "-1", "nan", "1e9"):
         assert cli.main(["status", "--token-file", files[1], "--watch", wrong]) == 2
+
+
+def test_the_token_is_the_one_of_the_file_that_is_named_or_else_the_one_that_serve_here_would_take(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the API's pod, whose variable holds it."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("WEIGHTSYNC_API__TOKEN", raising=False)
+    kept = tmp_path / "home/.weightsync/default/token"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("of-serve\n")
+
+    def sent(*flags: str) -> str:
+        with cli._client(cli._parser().parse_args(["status", *flags])) as client:
+            return str(client._http._client.headers["authorization"])
+
+    assert sent() == "Bearer of-serve"
+    monkeypatch.setenv("WEIGHTSYNC_API__TOKEN", "of-the-pod")
+    assert sent() == "Bearer of-the-pod"
+    assert sent("--token-file", files[1]) == "Bearer token"

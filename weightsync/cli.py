@@ -184,7 +184,12 @@ def _help(field: Any) -> str:
 
 def _add_client(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=f"http://127.0.0.1:{ApiSettings().port}", help="the service (default %(default)s)")
-    parser.add_argument("--token-file", type=Path, default=config.default_state_dir() / "default" / "token", help="default %(default)s")
+    about = f"default $WEIGHTSYNC_API__TOKEN where that is set, else {_token_file()}".replace("%", "%%")
+    parser.add_argument("--token-file", type=Path, help=about)
+
+
+def _token_file() -> Path:
+    return config.default_state_dir() / "default" / "token"
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -197,12 +202,12 @@ def _serve(args: argparse.Namespace) -> int:
 def _client(args: argparse.Namespace) -> WeightSync:
     from weightsync.client import WeightSync
 
+    token = None if args.token_file else config.token_of_environment()
+    file = args.token_file or _token_file()
     try:
-        token = args.token_file.read_text().strip()
+        token = token or file.read_text().strip()
     except OSError as exc:
-        raise ConfigError(
-            f"--token-file: {args.token_file}: {exc.strerror}", hint="`weightsync serve` prints where it keeps the token"
-        ) from None
+        raise ConfigError(f"--token-file: {file}: {exc.strerror}", hint="`weightsync serve` prints where it keeps the token") from None
     return WeightSync(args.url, token)
 
 

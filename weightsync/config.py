@@ -34,6 +34,11 @@ def default_state_dir() -> Path:
     return Path(f"/tmp/weightsync-{os.getuid()}" if home == "~" else home) / ".weightsync"
 
 
+def token_of_environment() -> str | None:
+    """The token that a `serve` with this environment takes, as the API's pod has it; the file is looked at when there is none."""
+    return os.environ.get("WEIGHTSYNC_API__TOKEN") or None
+
+
 def namespace_of(fleet: str) -> str:
     """Ray's namespace of a fleet."""
     return f"weightsync-{fleet}"

@@ -111,13 +111,26 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Args: root, size of /dev/shm. */}}
+{{/* What a pod may take of its node's disk, for requests and limits. Args: GiB, none when 0. */}}
+{{- define "weightsync.ephemeral" -}}
+{{- if . -}}
+ephemeral-storage: {{ int64 . }}Gi
+{{- end -}}
+{{- end -}}
+
+{{/* A folder on the node's disk. Args: GiB, any size when 0. */}}
+{{- define "weightsync.scratch" -}}
+emptyDir: {{ if . }}{sizeLimit: {{ int64 . }}Gi}{{ else }}{}{{ end }}
+{{- end -}}
+
+{{/* Args: root, size of /dev/shm, the pod's values. */}}
 {{- define "weightsync.volumes" -}}
 {{- $models := (index . 0).Values.models -}}
+{{- $scratch := include "weightsync.scratch" (index . 2).ephemeralGiB -}}
 - name: tmp
-  emptyDir: {}
+  {{ $scratch }}
 - name: home
-  emptyDir: {}
+  {{ $scratch }}
 - name: shm
   emptyDir:
     medium: Memory

@@ -31,6 +31,12 @@ in one pod. Refuses what can't be.
 {{- if eq (int $sync.store_port) (int .Values.fleet.api.port) -}}
 {{- fail (printf "fleet.sync.store_port: got %v, want another than fleet.api.port: one pod has both" $sync.store_port) -}}
 {{- end -}}
+{{/* What `ray start` leaves to its processes, and what KubeRay has a worker export its metrics on. */}}
+{{- range $taken := list (list 10002 19999 "Ray's own processes take") (list 8080 8080 "Ray's metrics take") -}}
+{{- if and (le (int $engine.port_base) (index $taken 1)) (gt (add $engine.port_base $count) (index $taken 0)) -}}
+{{- fail (printf "fleet.engine.port_base: got %v for %d engine(s), want ports without %d to %d, which %s" $engine.port_base $count (index $taken 0) (index $taken 1) (index $taken 2)) -}}
+{{- end -}}
+{{- end -}}
 {{- if gt (add $engine.port_base $count) 65536 -}}
 {{- fail (printf "fleet.engine.port_base: got %v, want at most %d: there are %d engines" $engine.port_base (sub 65536 $count) $count) -}}
 {{- end -}}

@@ -32,6 +32,9 @@ containers:
       {{ $kind }}:
         cpu: {{ $workers.cpu | int64 | toString | quote }}
         memory: {{ $sizing.memoryGiB }}Gi
+        {{- with include "weightsync.ephemeral" $workers.ephemeralGiB }}
+        {{ . }}
+        {{- end }}
         {{- if $sizing.gpus }}
         {{ $workers.gpuResource }}: {{ $sizing.gpus }}
         {{- end }}
@@ -48,13 +51,13 @@ containers:
         mountPath: /etc/weightsync
         readOnly: true
 volumes:
-  {{- include "weightsync.volumes" (list $root (printf "%vGi" $sizing.shmGiB)) | nindent 2 }}
+  {{- include "weightsync.volumes" (list $root (printf "%vGi" $sizing.shmGiB) $workers) | nindent 2 }}
   - name: cache
     {{- if $root.Values.cache.enabled }}
     persistentVolumeClaim:
       claimName: {{ default (printf "%s-cache" (include "weightsync.fullname" $root)) $root.Values.cache.existingClaim | quote }}
     {{- else }}
-    emptyDir: {}
+    {{ include "weightsync.scratch" $workers.ephemeralGiB }}
     {{- end }}
   - name: token
     secret:
