@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 
 logger = logging.getLogger(__name__)
@@ -25,6 +24,8 @@ def sleep_soon() -> None:
     """For the message queues that this process makes from now on; nothing on a GPU."""
     if not current_platform.is_cpu():
         return
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # a GPU's engines have nothing to do with it
+
     parameters = list(inspect.signature(SpinCondition.__init__).parameters.values())
     if parameters[-1].name != "busy_loop_s" or len(SpinCondition.__init__.__defaults__ or ()) != 1:
         logger.info("this vLLM's workers spin behind each message for as long as it likes: SpinCondition%s", parameters)
