@@ -1,6 +1,6 @@
 """A whole update of a real fleet on a CPU, beside the two things that it can't do without: one command, one JSON file, one table.
 
-    python -m benchmarks.whole_update [--layers 10] [--repeats 9]
+    python -m benchmarks.whole_update [--layers 10] [--repeats 9] [--retain-engines 1]
 
 A model of some 378 MB (the shape of Qwen3-0.6B with fewer layers and words), one engine, one trainer. In every round all take turns:
 
@@ -105,7 +105,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kinds = [{name: tensor.contiguous() for name, tensor in weights(shapes, seed, "cpu").items()} for seed in (1, 2)]
     nbytes = sum(tensor.nbytes for tensor in kinds[0].values())
     checkpoint = checkpoint_of(folder / "model", config(given.layers, SHAPE), shapes)
-    flags = ["--engine.extra=" + json.dumps({"load_format": "dummy"})]
+    flags = ["--engine.extra=" + json.dumps({"load_format": "dummy"}), f"--sync.retain_engines={given.retain_engines}"]
     fleets = {
         way: Fleet(checkpoint, folder / way, 1, [*flags, f"--sync.local={local}"]) for way, local in (("gloo", "off"), ("local", "host"))
     }
@@ -135,7 +135,8 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         bare.end()
     middle = {way: statistics.median(seconds[2:]) for way, seconds in taken.items()}
     return {
-        "bytes": nbytes, "tensors": len(shapes), "layers": given.layers, "repeats": given.repeats, "cores": os.cpu_count(),
+        "bytes": nbytes, "tensors": len(shapes), "layers": given.layers, "repeats": given.repeats, "retain_engines": given.retain_engines,
+        "cores": os.cpu_count(),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)], "versions": versions | {"python": platform.python_version()},
         "seconds": {way: round(seconds, 4) for way, seconds in middle.items()},
         "first_seconds": {way: round(seconds[0], 4) for way, seconds in taken.items()},
@@ -160,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--retain-engines", type=int, default=1, help="sync.retain_engines: whether the engine keeps the update in a file")
     parser.add_argument("--out", type=Path, default=_RESULTS / "whole-update-cpu.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
