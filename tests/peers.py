@@ -6,15 +6,19 @@ other, each with that process's `state` dict as its first argument.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
+
+from weightsync.check.environment import ENGINE_ENV
 from weightsync.errors import WeightSyncError
 
 # Forked from a process that has loaded what takes long and done nothing with it, so that tests don't wait for that every time.
@@ -93,6 +97,19 @@ class Peer:
     def kill(self) -> None:
         self.process.kill()
         self.process.join(10)
+
+
+@contextlib.contextmanager
+def engine_process() -> Iterator[Peer]:
+    """A process that may host a CPU engine; killed in the end."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENGINE_ENV["cpu"].items():
+            environment.setenv(name, value)
+        peer = Peer(whole=True).ready()
+    try:
+        yield peer
+    finally:
+        peer.kill()
 
 
 def _pid(_: dict[str, Any]) -> int:

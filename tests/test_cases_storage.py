@@ -23,9 +23,8 @@ from torch import nn
 
 from tests.checkpoints import KINDS
 from tests.fleets import ENGINE_ARGS, MAX_TOKENS, PROMPTS
-from tests.peers import Peer
+from tests.peers import Peer, engine_process
 from tests.standin import ReadsFreedMemory, StandinGraph, Warm, layer_of, load, model_of, parameter
-from weightsync.check.environment import ENGINE_ENV
 from weightsync.fleet import vllm_api
 from weightsync.sections import EngineSettings
 from weightsync.storage.contract import What
@@ -469,15 +468,9 @@ def running(checkpoint: Any, kind: str) -> Iterator[tuple[Peer, dict[str, Any]]]
     """An engine in a process of its own, with settings that are not the defaults; and `start`'s answer."""
     first, other = checkpoint(kind, 1), checkpoint(kind, 2)
     settings = EngineSettings(model=first, unknown_vllm="observe")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENGINE_ENV["cpu"].items():
-            patch.setenv(name, value)
-        peer = Peer(whole=True).ready()
     arguments = {"model": str(first), **ENGINE_ARGS, **vllm_api.worker_arguments(settings)}
-    try:
+    with engine_process() as peer:
         yield peer, peer.call(start, first, other, arguments, seconds=SECONDS)
-    finally:
-        peer.kill()
 
 
 @pytest.fixture(scope="module")

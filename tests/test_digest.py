@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -274,7 +275,7 @@ def test_the_loop_finds_the_largest_magnitude_that_operations_find(dtype: str | 
         if peak is not None:
             peak.saw(int(sums[0, 2]))
         assert not copied or torch.equal(into, data)
-        found.append((sums[0, :2].tolist(), peak and max(peak._told, 0 if peak._top is None else int(peak._top))))
+        found.append((sums[0, :2].tolist(), peak and peak.top))
     assert found[0] == found[1] == found[2] and (dtype is None or found[0][1])
 
 
@@ -294,6 +295,25 @@ def test_a_long_run_at_an_address_of_words_has_the_loop_made(monkeypatch: pytest
     batch = digest.Batch(1, torch.device("cpu"))
     batch.add(data[:long], into=torch.empty(long + 1, dtype=torch.uint8)[1:])
     assert seen == [long, 8]
+
+
+@pytest.mark.parametrize("what", ["sums", "maximum", "copy"])
+def test_a_loop_that_finds_something_else_is_not_taken(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = digest._by_loop
+
+    def wrong(run: Any, sums: torch.Tensor) -> None:
+        stock(run, sums)
+        if what == "copy":
+            run[4][0] += 1
+        else:
+            sums[run[2], 2 if what == "maximum" else 1] += 1
+
+    monkeypatch.setattr(digest, "_by_loop", wrong)
+    assert not digest._loop_runs.__wrapped__() and "finds something else" in caplog.text
+    monkeypatch.undo()
+    assert digest._loop_runs.__wrapped__()
 
 
 def test_without_numba_a_line_says_so_and_operations_do_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

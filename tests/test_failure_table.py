@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from tests import faulty, random_models
 from tests.faulty import AGAIN, UP, K, Q, V
 from tests.fleets import ENGINE_ARGS
-from tests.peers import Peer
+from tests.peers import Peer, engine_process
 from weightsync.check.engine import OURS
-from weightsync.check.environment import ENGINE_ENV
 from weightsync.errors import ManifestRefused
 from weightsync.protocol import Manifest, TensorSpec
 from weightsync.worker import admission, loadmap
@@ -82,14 +81,8 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def started(checkpoint: Any) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENGINE_ENV["cpu"].items():
-            patch.setenv(name, value)
-        peer = Peer(whole=True).ready()
-    try:
+    with engine_process() as peer:
         yield Engine(peer, {name: checkpoint("qwen3", seed) for seed, name in enumerate("abc", 1)})
-    finally:
-        peer.kill()
 
 
 @pytest.fixture

@@ -19,9 +19,8 @@ import torch
 from tests.bench import Bench, Fault, Tensors, Way
 from tests.faulty import raising
 from tests.fleets import ENGINE_ARGS
-from tests.peers import Peer
+from tests.peers import Peer, engine_process
 from weightsync.check.engine import OURS
-from weightsync.check.environment import ENGINE_ENV
 from weightsync.protocol import Adapter
 from weightsync.worker.naming import ADAPTER_NUMBER, ADAPTER_PATH
 
@@ -157,15 +156,9 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Any) -> Iterator[Peer]:
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in ENGINE_ENV["cpu"].items():
-            environment.setenv(name, value)
-        peer = Peer(whole=True).ready()
-    try:
+    with engine_process() as peer:
         peer.call(start, checkpoint("qwen3", 1), seconds=SECONDS)
         yield peer
-    finally:
-        peer.kill()
 
 
 def gap(one: list[float], other: list[float]) -> float:

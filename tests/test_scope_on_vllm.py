@@ -24,9 +24,8 @@ from safetensors.torch import load_file, save_file
 from tests import faulty
 from tests.bench import Way
 from tests.fleets import ENGINE_ARGS
-from tests.peers import Peer
+from tests.peers import Peer, engine_process
 from weightsync.check.engine import OURS
-from weightsync.check.environment import ENGINE_ENV
 from weightsync.worker.stored import registered
 
 pytestmark = pytest.mark.engine
@@ -118,15 +117,9 @@ def started(kind: str, scope: tuple[str, ...], checkpoint: Any, folder: Path) ->
     """An engine on A that holds A, and what cold ones on A (`a`) and on the mixture (`b`) hold and say."""
     first, second, third = (checkpoint(kind, seed) for seed in (1, 2, 3))
     folders = {"a": first, "b": mixed(folder / "mixed", first, second, scope), "c": third}
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in ENGINE_ENV["cpu"].items():
-            environment.setenv(name, value)
-        peer = Peer(whole=True).ready()
-    try:
-        arguments = {**ENGINE_ARGS, "enable_prefix_caching": False}
+    arguments = {**ENGINE_ARGS, "enable_prefix_caching": False}
+    with engine_process() as peer:
         yield peer, peer.call(faulty.start, folders, arguments, OURS, seconds=SECONDS)
-    finally:
-        peer.kill()
 
 
 def require_equal(seen: Any, cold: Any) -> None:

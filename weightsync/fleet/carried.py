@@ -56,9 +56,9 @@ class Carried:
 
 
 def name_of(version: int, update_id: str, brings: str) -> str:
-    """What an adapter is called: no two updates' are alike, also where a version comes again.
+    """What an adapter is called: no two updates' are alike, also where a version comes again; empty for none.
 
     Args:
-        brings: what the update brings of an adapter; empty for none.
+        brings: what the update brings of one (`Adapter`).
     """
     return "" if brings == Adapter.NONE else f"weightsync-{version}-{update_id[-12:]}"

@@ -280,7 +280,8 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
 
     async def _commit(self, update_id: str, version: int) -> EngineVerdict:
         before, self._ran = (self._state, self._reason), False
-        began = time.monotonic()
+        began, told = time.monotonic(), self._told.get(update_id, Told())
+        adapter = name_of(version, update_id, told.adapter)
         transaction: Transaction | None = None
         try:
             engine = self._live()
@@ -296,7 +297,7 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
             await transaction.bring()
             transaction.phase = Phase.RESUME
             start = time.monotonic()
-            await self._go_on(engine, version, name_of(version, update_id, self._told.get(update_id, Told()).adapter))
+            await self._go_on(engine, version, adapter)
             transaction.seconds[Phase.RESUME] = time.monotonic() - start
             with contextlib.suppress(Exception):  # it serves; workers that were not told have nothing to go back to
                 await engine.rpc("weightsync_keep", update_id)
@@ -305,9 +306,8 @@ class EngineActor(Adopted, Handing, Holding, Resting, Telling, Probed):
         except Exception as exc:  # vLLM's own errors: the core died, or a call that should not fail did
             error = EngineDied(f"{type(exc).__name__}: {exc}", hint="See the engine's log")
             return await self._failed(error, update_id, transaction, before, began)
-        told = self._told.get(update_id, Told())
-        self._adapter = name_of(version, update_id, told.adapter)
         self._state, self._reason, self._version, self._update_id = EngineState.SERVING, "", version, told.restores or update_id
+        self._adapter = adapter
         if not told.restores and not told.keeps:  # another engine keeps this one, and nobody needs the one before
             self._clear_shelf()
         seconds, checks, ranks = transaction.seconds, transaction.checks, transaction.ranks

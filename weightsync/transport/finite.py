@@ -107,9 +107,14 @@ class Peak:
         self._top = top if self._top is None else torch.maximum(self._top, top)
 
     @property
+    def top(self) -> int:
+        """The largest magnitude's bits so far. On CUDA tensors waits for the device."""
+        return max(self._told, 0 if self._top is None else int(self._top))
+
+    @property
     def refused(self) -> bool:
-        """Whether a value was among them that an engine must not get. On CUDA tensors waits for the device."""
-        return max(self._told, 0 if self._top is None else int(self._top)) >= self._limit
+        """Whether a value was among them that an engine must not get. Waits as `top`."""
+        return self.top >= self._limit
 
     def describe(self, tensor: torch.Tensor) -> str:
         """How many such values a tensor holds, of each kind; for messages."""
